@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_models._implementation import Implementation, Name
-from pallas_models.dispatch.records import Kernel, Op
+from pallas_models.dispatch.records import Backward, Kernel, Op
 from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms.layer_norm_gated_mlp import Form
 from pallas_models.kernels.forms.matmul import Activation
 from pallas_models.kernels.mosaic import layer_norm_gated_mlp as mosaic
+from pallas_models.kernels.mosaic import layer_norm_gated_mlp_backward as mosaic_backward
 from pallas_models.ops import _checks, activations
 from pallas_models.ops._checks import Array
 from pallas_models.ops.gated_mlp import gated_matmul
 from pallas_models.ops.matmul import matmul
 from pallas_models.ops.norm import layer_norm
-from pallas_models.target import HOPPER
+from pallas_models.target import HOPPER, Target
+from pallas_models.tuning import Chooser
 
 
 def layer_norm_gated_mlp(
@@ -42,8 +46,11 @@ def layer_norm_gated_mlp(
     the gate leaves; sums are float32. Where one kernel computes all of it neither is written; else y is rounded to
     the dtype of `x` before.
 
-    Where it is differentiated, it runs as `layer_norm`, `gated_matmul` and `matmul`, and the gradient keeps what
-    theirs do beside the operands: y, three float32 numbers a row, both products and what the gate leaves.
+    Where one kernel computes it and x has the dtype of the weights, so does the gradient of x and of the norm, and
+    keeps the operands only; while it runs it takes C + 3 H numbers a row in their dtype for the gradients of the
+    weights, which are products over all rows. Else the op is differentiated as `layer_norm`, `gated_matmul` and
+    `matmul`, and the gradient keeps what theirs do beside the operands: y, three float32 numbers a row, both
+    products and what the gate leaves.
 
     ```
     x, ones, zeros = jnp.ones((8, 64)), jnp.ones(64), jnp.zeros(64)
@@ -106,6 +113,27 @@ def _apart(form: Form[jax.Array], names: tuple[Name, ...]) -> jax.Array:
     return matmul(hidden, form.w_down, residual=x if form.residual else None, out_dtype=x.dtype, **options)
 
 
+def _backward(
+    form: Form[jax.Array],
+    kept: list[jax.Array],
+    cotangents: list[jax.Array],
+    *,
+    wanted: tuple[bool, ...],
+    config: Chooser | None,
+    target: Target,
+    interpret: bool,
+) -> tuple[jax.Array | None, ...]:
+    """The gradient of x and the norm by a kernel, of weights as products in XLA of what it leaves."""
+    del kept, config
+    dout = cotangents[0]
+    found = mosaic_backward.layer_norm_gated_mlp_backward(form, dout, target=target, interpret=interpret)
+    dtype = form.w_down.dtype
+    product = functools.partial(jnp.matmul, precision=jax.lax.Precision.DEFAULT, preferred_element_type=dtype)
+    dgate_up = product(found.z.T, found.gate_up).reshape(form.w_gate_up.shape) if wanted[3] else None
+    ddown = product(found.hidden.T, dout.astype(dtype)) if wanted[4] else None
+    return found.x, found.scale.astype(form.scale.dtype), found.offset.astype(form.offset.dtype), dgate_up, ddown
+
+
 _OP: Op[Form[Any]] = Op(
     name="layer_norm_gated_mlp",
     kernels=(
@@ -116,6 +144,15 @@ _OP: Op[Form[Any]] = Op(
             config=None,
             refuses=mosaic.unsupported,
             preferred=mosaic.prefer,
+        ),
+    ),
+    backward=(
+        Backward(
+            backend="mosaic",
+            architectures=HOPPER,
+            call=_backward,
+            refuses=mosaic_backward.unsupported,
+            preferred=mosaic_backward.prefer,
         ),
     ),
     stands_for=_apart,

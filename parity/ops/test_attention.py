@@ -929,7 +929,7 @@ def test_what_the_hopper_kernel_does_not_serve(dtype, head_dim, options, message
         ops.attention(x, x, x, implementation=MOSAIC, **options)
 
 
-@pytest.mark.parametrize("field, value", [("block_q", 100), ("block_q", 256), ("block_kv", 32), ("num_stages", 1)])
+@pytest.mark.parametrize("field, value", [("block_q", 100), ("block_q", 320), ("block_kv", 32), ("num_stages", 1)])
 def test_hopper_blocks_of_no_possible_size_are_refused(field, value):
     with pytest.raises(ValueError, match=f"{field}={value} must be"):
         hopper(**{field: value})

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_models.kernels.common.band import Band
+from pallas_models.kernels.common.band import Band, runs_of
 from parity.support.common import assert_equal
 
 BANDS = [
@@ -55,3 +55,23 @@ def test_what_a_kernel_is_given_is_what_is_known_before():
         traced = jax.jit(lambda x, side=side: side(x, 16, 8))(jnp.asarray(starts))
         for found, expected in zip(traced, side(starts, 16, 8), strict=True):
             assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("count", [1, 3, 31, 32])
+def test_runs_of_blocks(count, alike):
+    """Against blocks looked at one by one: as the bits of a number, more than it has, and all alike."""
+    rng = np.random.default_rng(count)
+    given = 1 if alike else count
+    some = rng.random((64, given)) < rng.choice([0.0, 0.1, 0.5, 1.0], (64, 1))
+    full = some & (rng.random((64, given)) < rng.choice([0.0, 0.5, 1.0], (64, 1)))
+    found = np.stack(runs_of(jnp.asarray(some), jnp.asarray(full), count), -1).astype(int)
+    for got, needed, whole in zip(found, *(np.broadcast_to(x, (64, count)) for x in (some, full)), strict=True):
+        first, end, first_full, full_end = got
+        of_needed, of_whole = np.flatnonzero(needed), np.flatnonzero(whole)
+        assert (first, end) == ((of_needed[0], of_needed[-1] + 1) if needed.any() else (0, 0))
+        if not whole.any():
+            assert full_end == first_full
+            continue
+        assert first_full == of_whole[0] and whole[first_full:full_end].all()
+        assert full_end == count or not whole[full_end]

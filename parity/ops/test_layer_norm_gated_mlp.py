@@ -12,6 +12,7 @@ import pytest
 from pallas_models import ops
 from pallas_models.kernels.forms.layer_norm_gated_mlp import Form
 from pallas_models.kernels.mosaic import layer_norm_gated_mlp as mosaic
+from pallas_models.kernels.mosaic import layer_norm_gated_mlp_backward as backward
 from parity.cases.layer_norm_gated_mlp import arrays
 from parity.support.common import (
     IMPLEMENTATIONS,
@@ -129,31 +130,100 @@ def test_has_no_races():
         jax.block_until_ready(program(residual=True)(draw(1000, 64, 192, "float16")))
 
 
-@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, pytest.param(MOSAIC, marks=needs_jax_011)])
+def gradients(
+    operands: dict[str, Any], cotangent: jax.Array, function: Any = ops.layer_norm_gated_mlp, **options: Any
+) -> dict[str, jax.Array]:
+    def loss(operands: dict[str, jax.Array]) -> jax.Array:
+        return jnp.vdot(function(**operands, **options).astype(jnp.float32), cotangent)
+
+    return jax.jit(jax.grad(loss))(operands)
+
+
+def drawn(m: int, c: int) -> jax.Array:
+    """A cotangent of the result."""
+    return jnp.asarray(np.random.default_rng(5).normal(size=(m, c)), jnp.float32)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("residual", [False, True])
 def test_gradients(implementation, residual):
     """As those of the op written out, in float32."""
-    dtype = "bfloat16" if implementation == MOSAIC else "float32"
-    operands = draw(128, 64, 64, dtype)
-    cotangent = jnp.asarray(np.random.default_rng(5).normal(size=(128, 64)), jnp.float32)
-    op = functools.partial(ops.layer_norm_gated_mlp, implementation=implementation)
+    operands, cotangent = draw(128, 64, 64, "float32"), drawn(128, 64)
+    wanted = gradients(operands, cotangent, written_out, residual=residual)
+    found = gradients(operands, cotangent, implementation=implementation, residual=residual)
+    assert_named_close(found, wanted, GRADIENT)
 
-    def gradients(function: Any, operands: dict[str, Any]) -> dict[str, jax.Array]:
-        def loss(operands: dict[str, jax.Array]) -> jax.Array:
-            return jnp.vdot(function(**operands, residual=residual).astype(jnp.float32), cotangent)
 
-        return jax.jit(jax.grad(loss))(operands)
+@needs_jax_011
+@pytest.mark.parametrize(
+    "m, c, h, dtype, residual",
+    [
+        (128, 64, 64, "bfloat16", False),
+        (136, 64, 192, "float16", True),  # two warpgroups have the last tile, whose sums count once
+        (63, 64, 64, "bfloat16", True),
+        *by_device(
+            cpu=[(600, 128, 320, "bfloat16", True)],  # places and stages come round again
+            gpu=[
+                (m, 128, 512, dtype, True)
+                for m in (7, 4096, 129 * 129, 512 * 512)
+                for dtype in ("float16", "bfloat16")
+            ],
+        ),
+    ],
+)
+def test_gradients_in_the_kernel(m, c, h, dtype, residual):
+    operands, cotangent = draw(m, c, h, dtype), drawn(m, c)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), operands)
+    wanted = gradients(wide, cotangent, written_out, residual=residual)
+    found = gradients(operands, cotangent, implementation=MOSAIC, residual=residual)
+    assert_named_close(found, wanted, 3 * OP[dtype])
 
-    wanted = gradients(written_out, jax.tree.map(lambda x: x.astype(jnp.float32), operands))
-    tolerance = GRADIENT if dtype == "float32" else 3 * OP[dtype]
-    assert_named_close(gradients(op, operands), wanted, tolerance)
+
+@needs_jax_011
+@pytest.mark.parametrize("activation", ["gelu", "sigmoid", None])
+def test_gradients_of_other_gates(activation):
+    operands, cotangent = draw(64, 64, 64, "float16"), drawn(64, 64)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), operands)
+    wanted = gradients(wide, cotangent, implementation="xla", activation=activation)
+    found = gradients(operands, cotangent, implementation=MOSAIC, activation=activation)
+    assert_named_close(found, wanted, 3 * OP["float16"])
+
+
+@needs_jax_011
+def test_gradients_are_the_same_bits_twice():
+    m = by_device(cpu=200, gpu=40_000)
+    operands, cotangent = draw(m, 64, 64, "bfloat16"), drawn(m, 64)
+    once, twice = (gradients(operands, cotangent, implementation=MOSAIC) for _ in range(2))
+    for name, gradient in once.items():
+        assert_equal(gradient, twice[name])
+
+
+@needs_jax_011
+def test_gradients_of_what_is_not_finite_stay_where_it_is():
+    operands, cotangent = draw(128, 64, 64, "float16"), drawn(128, 64)
+    spoilt = operands | {"x": operands["x"].at[3, 4].set(np.nan).at[70, 0].set(np.inf)}
+    found, wanted = (
+        np.array(gradients(given, cotangent, implementation=MOSAIC)["x"]) for given in (spoilt, operands)
+    )
+    assert np.all(np.isnan(found[[3, 70]]))
+    assert_equal(np.delete(found, [3, 70], 0), np.delete(wanted, [3, 70], 0))
+
+
+@needs_jax_011
+@finds_races
+def test_gradients_have_no_races():
+    with no_races():
+        found = gradients(draw(1000, 64, 192, "float16"), drawn(1000, 64), implementation=MOSAIC, residual=True)
+        jax.block_until_ready(found)
 
 
 @without_gpu
 @pytest.mark.parametrize("m, is_one", [(16384, True), (4096, False)])
-def test_is_one_kernel_where_all_multiprocessors_have_work(m, is_one):
+def test_is_one_kernel_each_way_where_all_multiprocessors_have_work(m, is_one):
     operands = jax.eval_shape(lambda: draw(m, 128, 512, "bfloat16"))
     assert (lowered_calls(program(None, residual=True), operands) == 1) == is_one
+    cotangent = jax.ShapeDtypeStruct((m, 128), jnp.float32)
+    assert (lowered_calls(functools.partial(gradients, residual=True), operands, cotangent) == 1) == is_one
 
 
 @pytest.mark.parametrize(
@@ -194,4 +264,7 @@ def test_refuses(c, h, dtype, message):
         epsilon=1e-5,
         precision=jax.lax.Precision.DEFAULT,
     )
-    assert mosaic.unsupported(form, gpu()) == message
+    assert mosaic.unsupported(form, gpu()) == backward.unsupported(form, gpu()) == message
+    mixed = form.replace(x=form.x.astype(jnp.float32), w_down=form.w_down.astype(jnp.float16))
+    expected = "takes x in the dtype of the weights, float16, not float32"
+    assert backward.unsupported(mixed, gpu()) == expected

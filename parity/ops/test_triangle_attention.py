@@ -359,6 +359,7 @@ def test_mosaic_kernel(name, direction):
 
 RINGS = {  # elements, lines, N, heads, dtype, dtype of the bias, config
     "consumers with parts of a line": (1, 2, 192, 1, "bfloat16", "bfloat16", dict(block_q=192, block_kv=64)),
+    "four consumers, and few keys": (1, 2, 256, 2, "bfloat16", "bfloat16", dict(block_q=256, block_kv=64)),
     "more queries than there are": (2, 1, 128, 1, "float16", "float16", dict(block_q=192, block_kv=128)),
     "lines of their own": (1, 3, 256, 1, "bfloat16", "float32", dict(block_q=64, block_kv=64, lines=3)),
     "a line past the last": (2, 4, 128, 1, "float16", "float16", dict(block_q=64, block_kv=64, lines=3)),
@@ -395,6 +396,7 @@ def test_ring(name, direction):
 
 HOPPERS_BLOCKS = {  # of a bias in bfloat16
     192: dict(block_q=64, block_kv=64, num_stages=3, lines=3),
+    256: dict(block_q=256, block_kv=64, num_stages=3),
     768: dict(block_q=192, block_kv=128, num_stages=2),  # four tiles of queries, none of them in part
     1024: dict(block_q=64, block_kv=128, num_stages=3, lines=3),
 }
@@ -426,7 +428,9 @@ def test_blocks_and_their_shared_memory_on_hopper(n):
 
 
 @finds_races
-@pytest.mark.parametrize("name", ["consumers with parts of a line", "a line past the last"])
+@pytest.mark.parametrize(
+    "name", ["consumers with parts of a line", "four consumers, and few keys", "a line past the last"]
+)
 def test_ring_has_no_races(name):
     (q, k, v, bias, mask), config = ring_operands(name, "starting")
     with no_races():
@@ -551,13 +555,18 @@ def test_blocks_and_parts_of_the_gradient_on_hopper(lines, n, of_keys, bias_dtyp
         assert pl.cdiv(side.units, side.num_ctas) * side.groups_of_part <= 1.25 * least
 
 
-def test_lines_of_no_pairs():
+def test_blocks_of_no_pairs():
     x = jnp.ones((1, 128, 1, 64), "float16")
     config = ring.Config(block_q=64, block_kv=64, num_stages=2, lines=2)
     with pytest.raises(ValueError, match="lines=2 are for pairs, whose lines share a bias"):
         ops.attention(x, x, x, implementation=MOSAIC, config=config)
     with pytest.raises(ValueError, match="lines=4 must be 1, or with blocks of 64 queries up to 3"):
         ring.Config(block_q=64, block_kv=64, num_stages=2, lines=4)
+    config = ring.Config(block_q=256, block_kv=64, num_stages=2)
+    with pytest.raises(ValueError, match="block_q=256 is for pairs, whose heads are of 32"):
+        ops.attention(x, x, x, implementation=MOSAIC, config=config)
+    with pytest.raises(ValueError, match="block_kv=128 must be 64 or, below 256 queries, 128"):
+        ring.Config(block_q=256, block_kv=128, num_stages=2)
 
 
 @finds_races

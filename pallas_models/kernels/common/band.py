@@ -136,12 +136,35 @@ def searched(
         q_low, q_high, kv_low, kv_high = jnp.min(q, -1), jnp.max(q, -1), jnp.min(kv, -1), jnp.max(kv, -1)
         some &= (q_low <= kv_high) & (kv_low <= q_high)
         full &= (q_low == kv_high) & (kv_low == q_high)
-    some, full = (jnp.broadcast_to(x, (x.shape[0], q_blocks, kv_blocks)) for x in (some, full))
     if keys_first:
         some, full = some.swapaxes(1, 2), full.swapaxes(1, 2)
-    count = some.shape[-1]
+    blocks, others = (kv_blocks, q_blocks) if keys_first else (q_blocks, kv_blocks)
+    runs = jnp.stack(runs_of(some, full, others), axis=-1).astype(jnp.int32)
+    return jnp.broadcast_to(runs, (runs.shape[0], blocks, 4))
+
+
+def runs_of(some: jax.Array, full: jax.Array, count: int) -> tuple[jax.Array, ...]:
+    """The begin and end of the blocks that are needed, and of the first run of full ones, (...) each.
+
+    Args:
+      some: (..., count), whether a block is needed; or (..., 1) where all are alike.
+      full: likewise, whether a block is full.
+    """
+    if some.shape[-1] == 1:
+        begin = jnp.zeros(some.shape[:-1], jnp.int32)
+        return begin, count * some[..., 0], begin, count * full[..., 0]
+    if count < 32:  # as the bits of a number, in fewer kernels of XLA than reductions that need one another
+        bits = jnp.left_shift(jnp.uint32(1), jnp.arange(count, dtype=jnp.uint32))
+        some, full = jnp.sum(jnp.where(jnp.stack([some, full]), bits, jnp.uint32(0)), -1, dtype=jnp.uint32)
+        first, first_full = _lowest_bit(some), _lowest_bit(full)
+        return first, 32 - jax.lax.clz(some), first_full, first_full + _lowest_bit(~(full >> first_full))
     first, first_full = jnp.argmax(some, -1), jnp.argmax(full, -1)
     end = jnp.where(jnp.any(some, -1), count - jnp.argmax(some[..., ::-1], -1), 0)
     after = ~full & (jnp.arange(count) >= first_full[..., None])
     full_end = jnp.where(jnp.any(after, -1), jnp.argmax(after, -1), count)
-    return jnp.stack([first, end, first_full, full_end], axis=-1).astype(jnp.int32)
+    return first, end, first_full, full_end
+
+
+def _lowest_bit(x: jax.Array) -> jax.Array:
+    """The number of the lowest bit that is set; 0 where none is."""
+    return jnp.where(x == 0, 0, jax.lax.population_count(~x & (x - 1)))

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_models import _jax
@@ -30,7 +31,8 @@ from pallas_models.tuning import Chooser, Problem, choose
 class Config:
     """Tiles of `block_q` queries, 64 a warpgroup, against `block_kv` keys a step, `num_stages` in the ring.
 
-    Where lines of pairs share a bias, a tile may be of several `lines`, with warpgroups for each.
+    Where lines of pairs share a bias, a tile may be of several `lines`, with warpgroups for each. Four warpgroups
+    have registers for blocks of 64 keys and heads of 32, which pairs have.
     """
 
     block_q: int
@@ -39,10 +41,12 @@ class Config:
     lines: int = 1
 
     def __post_init__(self) -> None:
-        if self.block_q not in (ROWS, 2 * ROWS, 3 * ROWS):
-            raise ValueError(f"{__name__}: block_q={self.block_q} must be 64, 128 or 192")
-        if self.block_kv not in (64, 128):
-            raise ValueError(f"{__name__}: block_kv={self.block_kv} must be 64 or 128")
+        if self.block_q not in (ROWS, 2 * ROWS, 3 * ROWS, 4 * ROWS):
+            raise ValueError(f"{__name__}: block_q={self.block_q} must be 64, 128, 192 or 256")
+        if self.block_kv not in ((64,) if self.block_q == 4 * ROWS else (64, 128)):
+            raise ValueError(
+                f"{__name__}: block_kv={self.block_kv} must be 64, or with fewer than 256 queries 128"
+            )
         if not 1 <= self.lines <= (3 if self.block_q == ROWS else 1):
             raise ValueError(f"{__name__}: lines={self.lines} must be 1, or with blocks of 64 queries up to 3")
         if self.num_stages < 2:
@@ -92,7 +96,9 @@ def heuristic(form: Form[Any], target: Target) -> Config:
     head_dim, bias_itemsize = form.head_dim, _bias_itemsize(form)
     if form.item_axis is not None:  # of three lines scores of 64 x 128 fit in the registers
         config = Config(block_q=ROWS, block_kv=64 if form.seq % 128 else 128, num_stages=3, lines=3)
-        if form.seq >= 768 and form.seq % (3 * ROWS) == 0:
+        if form.seq == 4 * ROWS:
+            config = Config(block_q=4 * ROWS, block_kv=64, num_stages=3)
+        elif form.seq >= 768 and form.seq % (3 * ROWS) == 0:
             config = Config(block_q=3 * ROWS, block_kv=128, num_stages=2)
         fits = shared_memory(config, head_dim, bias_itemsize) <= target.shared_memory
         return config if fits else dataclasses.replace(config, num_stages=2)
@@ -117,6 +123,8 @@ def candidates(form: Form[Any]) -> Iterator[Config]:
             yield Config(block_q=consumers * ROWS, block_kv=block_kv, num_stages=num_stages)
         if of_lines and consumers > 1:
             yield Config(block_q=ROWS, block_kv=block_kv, num_stages=num_stages, lines=consumers)
+    if of_lines and form.seq > 3 * ROWS:
+        yield from (Config(block_q=4 * ROWS, block_kv=64, num_stages=num_stages) for num_stages in (2, 3, 4))
 
 
 def shared_memory(config: Config, head_dim: int, bias_itemsize: int = 0) -> int:
@@ -153,10 +161,14 @@ def attention(
         ),
         target,
     )
-    if config.lines > 1 and form.item_axis is None:
+    if form.item_axis is None and config.lines > 1:
         raise ValueError(f"config: lines={config.lines} are for pairs, whose lines share a bias")
+    if form.item_axis is None and config.block_q > 3 * ROWS:
+        raise ValueError(f"config: block_q={config.block_q} is for pairs, whose heads are of 32")
     block_q, block_kv = config.block_q, config.block_kv
-    found = searched(form, block_q=block_q, block_kv=block_kv)
+    # For as few keys of pairs a search takes longer than a mask for all blocks.
+    few = form.item_axis is not None and form.kv_seq <= 4 * ROWS
+    found = None if few else searched(form, block_q=block_q, block_kv=block_kv)
     if form.item_axis is None:
         padded = [pad_rows(x, max(ROWS, block_kv) if form.is_fused or i else ROWS) for i, x in enumerate(form.qkv)]
         q, k, v = form.replace(qkv=tuple(padded)).arrays
@@ -174,11 +186,14 @@ def attention(
     if interpret:
         check_interpreted_sizes(queries=(rows, block_q), keys=(kv_rows, block_kv))
     plan = Plan.of(call, num_cores=target.num_cores, **dataclasses.asdict(config))
-    ones = jnp.ones((TILE_ROWS, block_kv), form.dtype) if plan.tensor_sums else None
+    ones: np.ndarray | None = None
+    if plan.tensor_sums:
+        ones = np.ones((TILE_ROWS, block_kv), form.dtype)
+        ones[-1] = 0.0  # an array of one number XLA fills anew in each call, which is a kernel of its own
     lse_type = jax.ShapeDtypeStruct((*form.lse_shape[:-1], plan.q_blocks * block_q), jnp.float32)
     out, *lse = launch(
         functools.partial(attention_kernel, plan=plan),
-        dict(q=q, k=k, v=v, ones=ones, bias=bias, **masks, found=found),
+        dict(q=q, k=k, v=v, ones=None if ones is None else jnp.asarray(ones), bias=bias, **masks, found=found),
         dict(
             o=jax.ShapeDtypeStruct(q.shape[:-1] + form.out_shape[-1:], form.dtype),
             lse=lse_type if form.return_lse else None,

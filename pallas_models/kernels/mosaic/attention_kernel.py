@@ -27,7 +27,8 @@ from pallas_models.kernels.mosaic.common.ring import Ring
 from pallas_models.kernels.mosaic.common.scores import across, load_across, masked, softmax_weights
 from pallas_models.kernels.mosaic.common.warp_specialization import Role, specialize
 
-_REGISTERS = {1: (240, 40), 2: (240, 24), 3: (160, 32)}  # of a thread that computes and of one that copies
+# Of a thread that computes and of one that copies, by the number of warpgroups that compute.
+_REGISTERS = {1: (240, 40), 2: (240, 24), 3: (160, 32), 4: (112, 32)}
 _Sums = tuple[Ref, ...]  # of the values by their weights, and of the weights if tensor cores add those up
 # Weights, maxima and sums of rows, slot of the keys.
 _Carry = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array]
@@ -297,7 +298,7 @@ class _Consumer:
         """Writes the results of a tile."""
         refs, value = self.refs, values[0]
         if total is None:
-            total = jnp.max(values[1], axis=1)  # all columns are alike
+            total = jnp.max(values[1], axis=1)  # all columns but the last are alike, and that is 0
         empty = total == 0.0  # no key took part
         factor = jnp.where(empty, 0.0, 1.0 / total)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before

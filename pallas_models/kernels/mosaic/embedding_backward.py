@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.forms.embedding import Form
+from pallas_models.kernels.mosaic.common.device_sums import sums_of_parts
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.rows import Blocks
 from pallas_models.kernels.mosaic.embedding_walk import (
@@ -129,5 +130,5 @@ def embed_tokens_backward(
         unsafe_no_auto_barriers=True,
     )
     by_position = jnp.sum(sums[0].reshape(-1, seq, n), axis=0) if is_added else None
-    dscale, dbias = jnp.sum(dvectors, axis=1)
+    dscale, dbias = sums_of_parts(dvectors, axis=0)
     return dtotal.reshape(batch, seq, n), by_position, dscale, dbias

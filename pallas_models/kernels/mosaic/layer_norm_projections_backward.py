@@ -27,6 +27,7 @@ from pallas_models.kernels.mosaic.common.channels import (
     positions,
     same_rows,
 )
+from pallas_models.kernels.mosaic.common.device_sums import sums_of_parts
 from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes, num_cores
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, TILE_ROWS, layout_cast, load
@@ -147,8 +148,8 @@ def layer_norm_projections_backward(
         reduction_scratch_bytes=0,  # each row is in the four threads that exchange sums of it
     )
     dx, z, sums = results
-    dscale, doffset = jnp.sum(sums.reshape(2, c // PIECE, -1, SUMMED), axis=2).reshape(2, c)
-    return Gradient(x=dx.reshape(m, c), scale=dscale, offset=doffset, z=z.reshape(m, c))
+    dscale, doffset = sums_of_parts(sums.reshape(2, c // PIECE, -1, SUMMED), axis=1)
+    return Gradient(x=dx.reshape(m, c), scale=dscale.reshape(c), offset=doffset.reshape(c), z=z.reshape(m, c))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ from pallas_models.kernels.common.backend import Backend, Ref
 from pallas_models.kernels.forms.norm import Form
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.cluster_sums import Exchange
+from pallas_models.kernels.mosaic.common.device_sums import sums_of_parts
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import load
 from pallas_models.target import Target
@@ -228,4 +229,4 @@ def norm_backward(
         interpret=interpret,
         unsafe_no_auto_barriers=True,
     )
-    return form.gradients(dx, list(jnp.sum(dvectors, axis=1)))
+    return form.gradients(dx, sums_of_parts(dvectors, axis=0))

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.norm import Form
+from pallas_models.kernels.mosaic.common.device_sums import sums_of_parts
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.row_config import WARPGROUP, threads_of_row
 from pallas_models.kernels.mosaic.common.row_walk import Walk, registers
@@ -224,4 +225,4 @@ def norm_backward(
         interpret=interpret,
         unsafe_no_auto_barriers=True,
     )
-    return form.gradients(dx, list(jnp.sum(dvectors, axis=1)), *dresidual)
+    return form.gradients(dx, sums_of_parts(dvectors, axis=0), *dresidual)

@@ -19,6 +19,7 @@ from pallas_models.kernels.forms.trimul import Projection
 from pallas_models.kernels.forms.trimul_backward import GATED, Given, OfPositions
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.channels import ROWS, along_rows, mean, same_rows
+from pallas_models.kernels.mosaic.common.device_sums import sums_of_parts
 from pallas_models.kernels.mosaic.common.elementwise import elementwise
 from pallas_models.kernels.mosaic.common.interpreter import num_cores
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
@@ -112,8 +113,14 @@ def project_backward(
         reduction_scratch_bytes=0,  # rows are summed by threads beside one another
     )
     dx, z, sums, *dmask = results
-    dscale, dshift = jnp.sum(sums.reshape(2, c // _PIECE, -1, SUMMED), axis=2).reshape(2, c)
-    return OfPositions(x=dx, mask=dmask[0][:, :size] if of_mask else None, scale=dscale, shift=dshift, z=z)
+    dscale, dshift = sums_of_parts(sums.reshape(2, c // _PIECE, -1, SUMMED), axis=1)
+    return OfPositions(
+        x=dx,
+        mask=dmask[0][:, :size] if of_mask else None,
+        scale=dscale.reshape(c),
+        shift=dshift.reshape(c),
+        z=z,
+    )
 
 
 def _chunks(w: jax.Array) -> jax.Array:

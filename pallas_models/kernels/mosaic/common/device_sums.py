@@ -1,4 +1,9 @@
-"""Sums in device memory that grow by arrays in shared memory."""
+"""Sums in device memory: those that grow by arrays in shared memory, and sums over the parts that CTAs stored."""
+
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.common.primitives import meaning
@@ -17,3 +22,16 @@ def add_to_device(tile: Ref, target: Ref) -> None:
     begins, or the order of the sum is not known.
     """
     plgpu.copy_smem_to_gmem(tile, target, reduction_op="add")
+
+
+def sums_of_parts(arrays: Iterable[jax.Array], axis: int) -> list[jax.Array]:
+    """The sum over an axis of each array, all alike, in one kernel of XLA's.
+
+    Where they are slices of one array, a sum over all of it would be copied once more for each of them.
+    """
+    given = tuple(arrays)
+    zeros = (jnp.zeros((), given[0].dtype),) * len(given)
+    sums: list[jax.Array] = jax.lax.reduce(
+        given, zeros, lambda xs, ys: tuple(x + y for x, y in zip(xs, ys, strict=True)), (axis,)
+    )
+    return list(sums)
