@@ -127,9 +127,10 @@ class Numerics:
             implementation=self.implementation,
         )
 
-    def pair_bias(self, pair: jax.Array, norm: LayerNorm, kernel: jax.Array) -> jax.Array:
-        """The biases (B, H, N, N) of pairs (B, N, N, C), by their layer norm."""
-        return self.projections(pair, norm, None, None, kernel)[0]
+    def pair_bias(self, pair: jax.Array, norm: LayerNorm, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The biases (B, H, N, N) of pairs (B, N, N, C), by their layer norm, and the pairs, as in `norm`."""
+        bias, pair = self.projections(pair, norm, None, None, kernel)
+        return bias, pair
 
     def gated_product(
         self,

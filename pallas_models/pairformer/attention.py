@@ -165,14 +165,20 @@ class AttentionPairBias(_Attention):
         **options: Unpack[Options],
     ) -> jax.Array:
         """Computes the attention of x (B, S, N, C), with the other arguments and errors of `msa_row_attention`."""
+        return self.with_pair(x, pair, mask, residual=residual, **options)[0]
+
+    def with_pair(
+        self, x: Array, pair: Array, mask: Array | None, *, residual: bool, **options: Unpack[Options]
+    ) -> tuple[jax.Array, jax.Array]:
+        """The attention, and the pairs: who reads these afterwards has their gradients added up in a kernel."""
         numerics = Numerics.of(self.config.epsilon, options)
         check_sequences("msa", x, self.config.channels, mask)
         check_pairs(pair, self.config.pair_channels)
         y, x = numerics.norm(jnp.asarray(x), self.norm)
-        bias = numerics.pair_bias(jnp.asarray(pair), self.pair_norm, self.pair_bias.kernel[...])
+        bias, pair = numerics.pair_bias(jnp.asarray(pair), self.pair_norm, self.pair_bias.kernel[...])
         qkv, gate = self.project_all(numerics, y)
         out = _by_rows(qkv, bias, as_bool(mask), numerics)
-        return self.finish(numerics, out, gate, x, residual=residual)
+        return self.finish(numerics, out, gate, x, residual=residual), pair
 
 
 class ColumnAttention(_Attention):

@@ -190,7 +190,9 @@ class Block(_PairBlock):
             return pair, None
         _check_single(single, pair, attention.channels, single_mask)
         mask = None if single_mask is None else single_mask[:, None]
-        row = self.single_attention(jnp.asarray(single)[:, None], pair, mask, residual=True, **options)
+        row, pair = self.single_attention.with_pair(
+            jnp.asarray(single)[:, None], pair, mask, residual=True, **options
+        )
         single = self.single_transition(row[:, 0], residual=True, **options)
         if config.single_norm:
             single = ops.layer_norm(
@@ -238,7 +240,7 @@ class EvoformerBlock(_PairBlock):
         if config.outer_product_first:
             pair = self.outer_product_mean(msa, msa_mask, pair=pair, **options)
         if config.row_attention is not None:
-            msa = self.row_attention(msa, pair, msa_mask, residual=True, **options)
+            msa, pair = self.row_attention.with_pair(msa, pair, msa_mask, residual=True, **options)
         if config.pair_averaging is not None:
             msa = self.pair_averaging(msa, pair, pair_mask, residual=True, **options)
         if config.column_attention is not None:

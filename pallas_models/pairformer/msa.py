@@ -154,7 +154,7 @@ class PairAveraging(nnx.Module):
         check_sequences("msa", msa, config.channels)
         check_pairs(pair, config.pair_channels, mask)
         y, x = numerics.norm(jnp.asarray(msa), self.norm)
-        bias = numerics.pair_bias(jnp.asarray(pair), self.pair_norm, self.pair_bias.kernel[...])
+        bias, _ = numerics.pair_bias(jnp.asarray(pair), self.pair_norm, self.pair_bias.kernel[...])
         where = None if mask is None else as_bool(mask)[:, None]
         weights = ops.softmax(bias, where=where, implementation=numerics.implementation).astype(y.dtype)
         values, gate = (numerics.product(y, self.projections.kernel[:, i]) for i in range(2))

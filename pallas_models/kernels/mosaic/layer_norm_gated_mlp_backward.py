@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_models.kernels.common.activations import slope
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.layer_norm_gated_mlp import Form
 from pallas_models.kernels.mosaic import layer_norm_gated_mlp as forward
-from pallas_models.kernels.mosaic.common.activations import activate_and_slope
+from pallas_models.kernels.mosaic.common.activations import activate
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.channels import (
     PIECE,
@@ -183,9 +184,9 @@ class _Tiles:
             stage = steps.stage(step, chunk)
             gate_up, down = refs.gate_up_smem.at[stage], refs.down_smem.at[stage]
             gate, up, dhidden = _hidden(z, dout, gate_up, down)
-            value, slope = activate_and_slope(form.activation, gate, form.x.dtype)
+            value, derivative = _activate_and_slope(form.activation, gate, form.x.dtype)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for i, part in enumerate((dhidden * up * slope, dhidden * value, value * up)):
+            for i, part in enumerate((dhidden * up * derivative, dhidden * value, value * up)):
                 staged[i] = part.astype(staged.dtype)
             plgpu.commit_smem()
             for i in range(2):
@@ -218,3 +219,13 @@ def _hidden(z: Ref, dout: Ref, gate_up: Ref, down: Ref) -> list[jax.Array]:
         return [in_layout(some) for some in sums]
 
     return with_sums(compute, *[(ROWS, PIECE)] * 3)
+
+
+def _activate_and_slope(activation: str | None, x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """`activate`, and the slope of the activation at `x`; of "silu" and "sigmoid" both by one exponential."""
+    if activation is None:
+        return x, jnp.ones_like(x)
+    if activation not in ("silu", "sigmoid"):
+        return activate(activation, x, dtype), slope(activation, x, jnp.exp2)
+    s = activate("sigmoid", x, dtype)
+    return (s, s * (1.0 - s)) if activation == "sigmoid" else (x * s, s * (1.0 + x * (1.0 - s)))

@@ -54,16 +54,6 @@ def activate(activation: str | None, x: jax.Array, dtype: DTypeLike) -> jax.Arra
             return x
 
 
-def activate_and_slope(activation: str | None, x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """`activate`, and the slope of the activation at `x`; of "silu" and "sigmoid" both by one exponential."""
-    if activation is None:
-        return x, jnp.ones_like(x)
-    if activation not in ("silu", "sigmoid"):
-        return activate(activation, x, dtype), slope(activation, x, jnp.exp2)
-    s = activate("sigmoid", x, dtype)
-    return (s, s * (1.0 - s)) if activation == "sigmoid" else (x * s, s * (1.0 + x * (1.0 - s)))
-
-
 def derivative(activation: str, x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """The slope at `x`, float16 or bfloat16, of the activation, in float32, as coarse as `activate` has it.
 
