@@ -44,9 +44,7 @@ class Config:
         if self.block_q not in (ROWS, 2 * ROWS, 3 * ROWS, 4 * ROWS):
             raise ValueError(f"{__name__}: block_q={self.block_q} must be 64, 128, 192 or 256")
         if self.block_kv not in ((64,) if self.block_q == 4 * ROWS else (64, 128)):
-            raise ValueError(
-                f"{__name__}: block_kv={self.block_kv} must be 64, or with fewer than 256 queries 128"
-            )
+            raise ValueError(f"{__name__}: block_kv={self.block_kv} must be 64 or, below 256 queries, 128")
         if not 1 <= self.lines <= (3 if self.block_q == ROWS else 1):
             raise ValueError(f"{__name__}: lines={self.lines} must be 1, or with blocks of 64 queries up to 3")
         if self.num_stages < 2:
