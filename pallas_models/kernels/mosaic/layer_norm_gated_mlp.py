@@ -15,6 +15,7 @@ from pallas_models.kernels.forms.layer_norm_gated_mlp import Form
 from pallas_models.kernels.mosaic.common.activations import activate
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.channels import PIECE, ROWS, in_pieces, loaded, normed, pieces
+from pallas_models.kernels.mosaic.common.interpreter import num_cores
 from pallas_models.kernels.mosaic.common.products import in_layout, multiply, with_sums
 from pallas_models.kernels.mosaic.common.row_copies import copy_back
 from pallas_models.kernels.mosaic.layer_norm_gated_mlp_walk import Steps, Walk
@@ -24,7 +25,7 @@ _SLOTS = 2  # for positions: the next ones are copied while results leave the pl
 
 
 def _walk(form: Form[Any], target: Target, *, interpret: bool = False) -> Walk:
-    return Walk.of(form, ("x",), {}, _SLOTS, target, interpret=interpret)
+    return Walk.of(form, ("x",), {}, _SLOTS, target, num_cores=num_cores(target, interpret))
 
 
 def unsupported(form: Form[Any], target: Target) -> str | None:

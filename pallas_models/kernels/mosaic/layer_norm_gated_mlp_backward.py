@@ -30,6 +30,7 @@ from pallas_models.kernels.mosaic.common.channels import (
     same_rows,
 )
 from pallas_models.kernels.mosaic.common.device_sums import sums_of_parts
+from pallas_models.kernels.mosaic.common.interpreter import num_cores
 from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, TILE_ROWS, layout_cast, load
 from pallas_models.kernels.mosaic.common.products import in_layout, multiply, with_sums
 from pallas_models.kernels.mosaic.common.row_copies import copy_back
@@ -65,7 +66,7 @@ class Gradient(NamedTuple):
 def _walk(form: Form[Any], target: Target, *, interpret: bool = False) -> Walk:
     dtype = form.w_down.dtype
     kept = dict(staged_smem=Buffer((WORKERS, _STAGED, ROWS, PIECE), dtype, ROW_BYTES))
-    return Walk.of(form, ("x", "dout"), kept, 1, target, interpret=interpret)
+    return Walk.of(form, ("x", "dout"), kept, 1, target, num_cores=num_cores(target, interpret))
 
 
 def unsupported(form: Form[Any], target: Target) -> str | None:

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from pallas_models.kernels.forms.layer_norm_gated_mlp import Form
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.channels import PIECE, ROWS, pieces, positions
-from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes, num_cores
+from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import ROW_BYTES
 from pallas_models.kernels.mosaic.common.ring import Ring
@@ -58,14 +58,12 @@ class Walk:
         slots: int,
         target: Target,
         *,
-        interpret: bool = False,
+        num_cores: int,
     ) -> Self:
-        """The walk with as many stages as there is room for, up to 4."""
+        """The walk with as many stages as there is room for, up to 4, in no more than `num_cores` CTAs."""
         walk = cls(form, arrays, kept, slots, 0, 0)
         stages = num_slots(kept | walk.position_buffers, walk.weight_buffers, target, most=_MOST_STAGES)
-        return dataclasses.replace(
-            walk, stages=stages, num_ctas=min(num_cores(target, interpret), pl.cdiv(walk.tiles, WORKERS))
-        )
+        return dataclasses.replace(walk, stages=stages, num_ctas=min(num_cores, pl.cdiv(walk.tiles, WORKERS)))
 
     @property
     def tiles(self) -> int:
