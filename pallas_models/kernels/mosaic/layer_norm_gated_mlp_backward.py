@@ -34,7 +34,7 @@ from pallas_models.kernels.mosaic.common.interpreter import num_cores
 from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, TILE_ROWS, layout_cast, load
 from pallas_models.kernels.mosaic.common.products import in_layout, multiply, with_sums
 from pallas_models.kernels.mosaic.common.row_copies import copy_back
-from pallas_models.kernels.mosaic.common.row_stores import SUMMED, column_sums, store_rows
+from pallas_models.kernels.mosaic.common.row_stores import SUMMED, column_sums
 from pallas_models.kernels.mosaic.common.shared_memory import Buffer
 from pallas_models.kernels.mosaic.common.turns import WORKERS
 from pallas_models.kernels.mosaic.layer_norm_gated_mlp_walk import Steps, Walk
@@ -145,7 +145,7 @@ class _Tiles:
         center = mean(xs, c)
         xs = [x - along_rows(center, PIECE) for x in xs]
         inverse = jax.lax.rsqrt(mean([x * x for x in xs], c) + form.epsilon)
-        # The norm takes the place of x, of which the registers have a copy.
+        # The norm takes the place of x, of which the registers have a copy, and the gradient that of the norm.
         for i, (x, piece) in enumerate(zip(xs, pieces(c), strict=True)):
             z = x * along_rows(inverse, PIECE) * same_rows(refs.scale.at[piece]) + same_rows(refs.offset.at[piece])
             x_smem[i] = z.astype(x_smem.dtype)
@@ -166,12 +166,13 @@ class _Tiles:
         average = along_rows(mean(dus, c), PIECE)
         along = along_rows(mean([du * unit for du, unit in zip(dus, units, strict=True)], c), PIECE)
         residuals = loaded(dout) if form.residual else [None] * len(dus)
-        for du, unit, residual, piece in zip(dus, units, residuals, pieces(c), strict=True):
+        for i, (du, unit, residual) in enumerate(zip(dus, units, residuals, strict=True)):
             dx = (du - average - unit * along) * along_rows(inverse, PIECE)
-            dx = dx if residual is None else dx + residual
-            store_rows(refs.dx, item, rows, piece, dx.astype(refs.dx.dtype))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            x_smem[i] = (dx if residual is None else dx + residual).astype(x_smem.dtype)
         plgpu.commit_smem()  # all have read
+        for i, piece in enumerate(pieces(c)):
+            copy_back(x_smem.at[i], refs.dx, (item, rows.start, piece.start))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         steps.tiles.release(jnp.int32(0))
         return totals
 
