@@ -25,12 +25,12 @@ _SLOTS = 2  # for positions: the next ones are copied while results leave the pl
 
 
 def _walk(form: Form[Any], target: Target, *, interpret: bool = False) -> Walk:
-    return Walk.of(form, ("x",), {}, _SLOTS, None, target, num_cores=num_cores(target, interpret))
+    return Walk.of(form, ("x",), {}, _SLOTS, target, num_cores=num_cores(target, interpret))
 
 
 def unsupported(form: Form[Any], target: Target) -> str | None:
     """Why `layer_norm_gated_mlp` does not serve a call; None if it does."""
-    return _walk(form, target).unsupported(target)
+    return _walk(form, target).unsupported()
 
 
 def prefer(form: Form[Any], target: Target) -> bool:
@@ -74,15 +74,11 @@ def _work(steps: Steps, own: jax.Array) -> None:
         def compute(sums: Ref) -> jax.Array:
             @pl.loop(0, steps.walk.chunks)
             def _(chunk: jax.Array) -> None:
-                slot = steps.slot(steps.gate_up, step, chunk)
-                steps.gate_up.wait(slot)
-                hidden = _hidden(form, zs, refs.gate_up_smem.at[slot])
-                steps.gate_up.release(slot)
-                slot = steps.slot(steps.down, step, chunk)
-                steps.down.wait(slot)
-                multiply(sums, hidden, refs.down_smem.at[slot])
+                stage = steps.stage(step, chunk)
+                hidden = _hidden(form, zs, refs.gate_up_smem.at[stage])
+                multiply(sums, hidden, refs.down_smem.at[stage])
                 plgpu.wgmma_wait(0)
-                steps.down.release(slot)
+                steps.weights.release(stage)
 
             return in_layout(sums)
 

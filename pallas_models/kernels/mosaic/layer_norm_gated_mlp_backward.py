@@ -7,7 +7,6 @@ weights' own gradients, which are products over all positions.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -41,7 +40,6 @@ from pallas_models.kernels.mosaic.common.turns import WORKERS
 from pallas_models.kernels.mosaic.layer_norm_gated_mlp_walk import Steps, Walk
 from pallas_models.target import Target
 
-_STAGES = 3, 1  # of the weights of gate and product two are read, while others are copied
 _STAGED = 3  # the cotangents of gate and product, and what the gate leaves
 
 
@@ -68,14 +66,14 @@ class Gradient(NamedTuple):
 def _walk(form: Form[Any], target: Target, *, interpret: bool = False) -> Walk:
     dtype = form.w_down.dtype
     kept = dict(staged_smem=Buffer((WORKERS, _STAGED, ROWS, PIECE), dtype, ROW_BYTES))
-    return Walk.of(form, ("x", "dout"), kept, 1, _STAGES, target, num_cores=num_cores(target, interpret))
+    return Walk.of(form, ("x", "dout"), kept, 1, target, num_cores=num_cores(target, interpret))
 
 
 def unsupported(form: Form[Any], target: Target) -> str | None:
     """Why `layer_norm_gated_mlp_backward` does not serve a call; None if it does."""
     if form.x.dtype != form.w_down.dtype:
         return f"takes x in the dtype of the weights, {form.w_down.dtype}, not {form.x.dtype}"
-    return _walk(form, target).unsupported(target)
+    return _walk(form, target).unsupported()
 
 
 def prefer(form: Form[Any], target: Target) -> bool:
@@ -179,80 +177,50 @@ class _Tiles:
         return totals
 
     def pulled(self, step: jax.Array, rows: pl.Slice, z: Ref, dout: Ref, sums: Ref) -> jax.Array:
-        """The cotangent of the layer norm, times its scale and with its offset, added up in `sums`.
+        """The cotangent of the layer norm, times its scale and with its offset, added up in `sums`."""
+        steps, refs, form = self.steps, self.steps.refs, self.form
+        staged, item, h = refs.staged_smem.at[self.own], jnp.int32(0), form.w_down.shape[0]
 
-        While threads gate what some hidden channels are, the tensor cores add up what the channels before leave.
-        """
-        steps, refs, last = self.steps, self.steps.refs, self.steps.walk.chunks - 1
-        staged = refs.staged_smem.at[self.own]
-
-        def add(chunk: jax.Array | int) -> None:
-            gate_up = refs.gate_up_smem.at[steps.slot(steps.gate_up, step, chunk)]
+        @pl.loop(0, steps.walk.chunks)
+        def _(chunk: jax.Array) -> None:
+            stage = steps.stage(step, chunk)
+            gate_up, down = refs.gate_up_smem.at[stage], refs.down_smem.at[stage]
+            gate, up, dhidden = _hidden(z, dout, gate_up, down)
+            value, derivative = _activate_and_slope(form.activation, gate, form.x.dtype)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for i, part in enumerate((dhidden * up * derivative, dhidden * value, value * up)):
+                staged[i] = part.astype(staged.dtype)
+            plgpu.commit_smem()
             for i in range(2):
                 multiply(sums, staged.at[i], gate_up.at[i], transpose_b=True)
-
-        def added(chunk: jax.Array | int) -> None:
+            column = pl.multiple_of(chunk * PIECE, PIECE)
+            for i in range(2):
+                copy_back(staged.at[i], refs.dgate_up, (item, rows.start, i * h + column))
+            copy_back(staged.at[2], refs.hidden, (item, rows.start, column))
             plgpu.wgmma_wait(0)
-            steps.gate_up.release(steps.slot(steps.gate_up, step, chunk))
+            steps.weights.release(stage)
 
-        def advance(chunk: jax.Array, hidden: list[jax.Array]) -> list[jax.Array]:
-            self.stage(rows, chunk, hidden, lambda: pl.when(chunk > 0)(lambda: added(chunk - 1)))
-            return self.hidden(step, chunk + 1, z, dout, lambda: add(chunk))
-
-        hidden = jax.lax.fori_loop(0, last, advance, self.hidden(step, jnp.int32(0), z, dout, None))
-        self.stage(rows, jnp.int32(last), hidden, (lambda: added(last - 1)) if last else lambda: None)
-        add(last)
-        added(last)
         return in_layout(sums)
 
-    def hidden(
-        self, step: jax.Array, chunk: jax.Array, z: Ref, dout: Ref, then: Callable[[], None] | None
-    ) -> list[jax.Array]:
-        """Of some hidden channels the gate, what it multiplies, and the cotangent of their product.
 
-        Args:
-          z: (pieces, ROWS, PIECE), as `dout`.
-          then: begins two more products, which may go on.
-        """
-        steps, refs = self.steps, self.steps.refs
-        slot, down_slot = (steps.slot(ring, step, chunk) for ring in (steps.gate_up, steps.down))
-        steps.gate_up.wait(slot)
-        steps.down.wait(down_slot)
-        gate_up, down = refs.gate_up_smem.at[slot], refs.down_smem.at[down_slot]
+def _hidden(z: Ref, dout: Ref, gate_up: Ref, down: Ref) -> list[jax.Array]:
+    """Of some hidden channels the gate, what it multiplies, and the cotangent of their product.
 
-        def compute(*sums: Ref) -> list[jax.Array]:
-            for i, piece in enumerate(pieces(down.shape[1])):
-                for j in range(2):
-                    multiply(sums[j], z.at[i], gate_up.at[j, piece])
-                multiply(sums[2], dout.at[i], down.at[:, piece], transpose_b=True)
-            if then is not None:
-                then()
-            return [in_layout(some, 0 if then is None else 2) for some in sums]
+    Args:
+      z: (pieces, ROWS, PIECE), as `dout`.
+      gate_up: (2, C, PIECE), the weights.
+      down: (PIECE, C), the weights.
+    """
 
-        found = with_sums(compute, *[(ROWS, PIECE)] * 3)
-        steps.down.release(down_slot)
-        return found
+    def compute(*sums: Ref) -> list[jax.Array]:
+        for i, piece in enumerate(pieces(down.shape[1])):
+            for j in range(2):
+                multiply(sums[j], z.at[i], gate_up.at[j, piece])
+            multiply(sums[2], dout.at[i], down.at[:, piece], transpose_b=True)
+        plgpu.wgmma_wait(0)
+        return [in_layout(some) for some in sums]
 
-    def stage(self, rows: pl.Slice, chunk: jax.Array, hidden: list[jax.Array], leave: Callable[[], None]) -> None:
-        """Stores what the gate leaves, and the cotangents of gate and product, which stay in shared memory.
-
-        Args:
-          leave: waits until what was there before has been multiplied.
-        """
-        refs, form, item = self.steps.refs, self.form, jnp.int32(0)
-        staged, h = refs.staged_smem.at[self.own], form.w_down.shape[0]
-        gate, up, dhidden = hidden
-        value, derivative = _activate_and_slope(form.activation, gate, form.x.dtype)
-        parts = [part.astype(staged.dtype) for part in (dhidden * up * derivative, dhidden * value, value * up)]
-        leave()
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for i, part in enumerate(parts):
-            staged[i] = part
-        plgpu.commit_smem()
-        column = pl.multiple_of(chunk * PIECE, PIECE)
-        for i in range(2):
-            copy_back(staged.at[i], refs.dgate_up, (item, rows.start, i * h + column))
-        copy_back(staged.at[2], refs.hidden, (item, rows.start, column))
+    return with_sums(compute, *[(ROWS, PIECE)] * 3)
 
 
 def _activate_and_slope(activation: str | None, x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:

@@ -38,7 +38,7 @@ class Walk:
       arrays: the names of the arrays of positions, (1, M, C) each, whose tiles lie in shared memory of their name.
       kept: other shared memory of a CTA.
       slots: for positions. Of two one is filled while the other is read; of one as soon as it has been left.
-      stages: for weights of some hidden channels, those of gate and product, and those of the down projection.
+      stages: for weights.
       num_ctas: CTAs.
     """
 
@@ -46,7 +46,7 @@ class Walk:
     arrays: tuple[str, ...]
     kept: dict[str, Buffer]
     slots: int
-    stages: tuple[int, int]
+    stages: int
     num_ctas: int
 
     @classmethod
@@ -56,16 +56,13 @@ class Walk:
         arrays: tuple[str, ...],
         kept: dict[str, Buffer],
         slots: int,
-        stages: tuple[int, int] | None,
         target: Target,
         *,
         num_cores: int,
     ) -> Self:
-        """The walk in no more than `num_cores` CTAs; by default with as many stages as fit, up to 4."""
-        walk = cls(form, arrays, kept, slots, (0, 0), 0)
-        if stages is None:
-            kept = kept | walk.position_buffers
-            stages = (num_slots(kept, walk.weight_buffers, target, most=_MOST_STAGES),) * 2
+        """The walk with as many stages as there is room for, up to 4, in no more than `num_cores` CTAs."""
+        walk = cls(form, arrays, kept, slots, 0, 0)
+        stages = num_slots(kept | walk.position_buffers, walk.weight_buffers, target, most=_MOST_STAGES)
         return dataclasses.replace(walk, stages=stages, num_ctas=min(num_cores, pl.cdiv(walk.tiles, WORKERS)))
 
     @property
@@ -92,21 +89,14 @@ class Walk:
         gate_up_smem, down_smem = Buffer((2, c, PIECE), dtype, ROW_BYTES), Buffer((PIECE, c), dtype, ROW_BYTES)
         return dict(gate_up_smem=gate_up_smem, down_smem=down_smem)
 
-    @property
-    def buffers(self) -> dict[str, Buffer]:
-        """All shared memory of a CTA but for barriers."""
-        weights = zip(self.stages, self.weight_buffers.items(), strict=True)
-        staged = {key: dataclasses.replace(b, shape=(stages, *b.shape)) for stages, (key, b) in weights}
-        return self.kept | self.position_buffers | staged
-
-    def unsupported(self, target: Target) -> str | None:
+    def unsupported(self) -> str | None:
         """Why kernels that walk so do not serve a call; None if they do."""
         _, c, h = self.form.sizes
         if self.form.w_down.dtype not in (jnp.float16, jnp.bfloat16):
             return f"takes weights in float16 and bfloat16, not {self.form.w_down.dtype}"
         if c not in WIDTHS or h % PIECE:
             return f"takes 64 or 128 channels and hidden channels in multiples of {PIECE}, not {c} and {h}"
-        if self.stages[0] < 2 or num_slots(self.buffers, self.weight_buffers, target) < 0:
+        if self.stages < 2:
             return f"does not fit {c} channels of {self.form.x.dtype} into shared memory"
         return None
 
@@ -123,19 +113,21 @@ class Walk:
         form, c = self.form, self.form.x.shape[1]
         if interpret:
             check_interpreted_sizes(positions=(form.sizes[0], ROWS))
+        weights = {
+            key: dataclasses.replace(b, shape=(self.stages, *b.shape)) for key, b in self.weight_buffers.items()
+        }
+        buffers = self.kept | self.position_buffers | weights
         return launch(
             lambda refs: Steps.of(self.abstract(), refs).run(work),
             dict(zip(self.arrays, (array[None] for array in arrays), strict=True))
             | dict(scale=form.scale, offset=form.offset, w_gate_up=form.w_gate_up, w_down=form.w_down),
             out_type,
             dict(
-                **{key: buffer.scratch_type for key, buffer in self.buffers.items()},
+                **{key: buffer.scratch_type for key, buffer in buffers.items()},
                 full=plgpu.Barrier(num_arrivals=len(arrays) * WORKERS * (c // PIECE), num_barriers=self.slots),
                 free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=self.slots),
-                gate_up_full=plgpu.Barrier(num_arrivals=2, num_barriers=self.stages[0]),
-                gate_up_free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=self.stages[0]),
-                down_full=plgpu.Barrier(num_barriers=self.stages[1]),
-                down_free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=self.stages[1]),
+                weights_full=plgpu.Barrier(num_arrivals=3, num_barriers=self.stages),
+                weights_free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=self.stages),
             ),
             name=name,
             num_ctas=self.num_ctas,
@@ -156,8 +148,7 @@ class Steps:
 
     Attributes:
       tiles: the ring of positions.
-      gate_up: the ring of the weights of gate and product.
-      down: the ring of the weights of the down projection.
+      weights: the ring of weights.
       count: how many steps there are.
     """
 
@@ -165,8 +156,7 @@ class Steps:
     refs: Refs
     cta: jax.Array
     tiles: Ring
-    gate_up: Ring
-    down: Ring
+    weights: Ring
     count: jax.Array
 
     @classmethod
@@ -178,8 +168,7 @@ class Steps:
             refs,
             cta,
             Ring(refs.full, refs.free, walk.slots),
-            Ring(refs.gate_up_full, refs.gate_up_free, walk.stages[0]),
-            Ring(refs.down_full, refs.down_free, walk.stages[1]),
+            Ring(refs.weights_full, refs.weights_free, walk.stages),
             jax.lax.div(pl.cdiv(walk.tiles, WORKERS) - cta + num_ctas - 1, num_ctas),
         )
 
@@ -199,9 +188,11 @@ class Steps:
         """The positions of a warpgroup. If tiles are odd in number both have the last, as both get weights."""
         return positions(jnp.minimum(self.tile(step, own), self.walk.tiles - 1))
 
-    def slot(self, ring: Ring, step: jax.Array, chunk: jax.Array | int) -> jax.Array:
-        """The slot of the weights of some hidden channels."""
-        return jax.lax.rem(step * self.walk.chunks + chunk, ring.num_stages)
+    def stage(self, step: jax.Array, chunk: jax.Array) -> jax.Array:
+        """The stage of the weights of some hidden channels, once they have arrived."""
+        stage = jax.lax.rem(step * self.walk.chunks + chunk, self.walk.stages)
+        self.weights.wait(stage)
+        return stage
 
     def produce(self) -> None:
         """Copies positions, and for each step all weights."""
@@ -222,21 +213,18 @@ class Steps:
         def _(step: jax.Array) -> None:
             @pl.loop(0, walk.chunks)
             def _(chunk: jax.Array) -> None:
-                number, hidden = step * walk.chunks + chunk, pl.Slice(pl.multiple_of(chunk * PIECE, PIECE), PIECE)
-                slot = self.gate_up.acquire(number)
+                slot = self.weights.acquire(step * walk.chunks + chunk)
+                full, hidden = self.weights.full_of(slot), pl.Slice(pl.multiple_of(chunk * PIECE, PIECE), PIECE)
                 for i in range(2):
-                    to, full = refs.gate_up_smem.at[slot, i], self.gate_up.full_of(slot)
-                    plgpu.copy_gmem_to_smem(refs.w_gate_up.at[:, i, hidden], to, full)
-                slot = self.down.acquire(number)
-                plgpu.copy_gmem_to_smem(refs.w_down.at[hidden], refs.down_smem.at[slot], self.down.full_of(slot))
+                    plgpu.copy_gmem_to_smem(refs.w_gate_up.at[:, i, hidden], refs.gate_up_smem.at[slot, i], full)
+                plgpu.copy_gmem_to_smem(refs.w_down.at[hidden], refs.down_smem.at[slot], full)
                 if walk.slots == 1:  # the weights that a step begins with come while the step before it ends
-                    begun = chunk == min(*walk.stages, walk.chunks) - 1
+                    begun = chunk == min(walk.stages, walk.chunks) - 1
                     pl.when(begun & (step > 0))(lambda: copy_positions(step))
 
             # The workers are past the begin of this step, where they leave the slot that this waits for.
             if walk.slots > 1:
                 pl.when(step + 1 < self.count)(lambda: copy_positions(step + 1))
 
-        for ring in (self.gate_up, self.down):
-            ring.drain(self.count * walk.chunks)
+        self.weights.drain(self.count * walk.chunks)
         self.tiles.drain(self.count)
