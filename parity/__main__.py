@@ -247,7 +247,7 @@ def run_suite(
     code, lines, paths, tests = 0, [], [], []
     with sharing.watch() as most:
         while True:
-            step = suite(folder, workers, memory, chosen, tests, gpus)
+            step, last = suite(folder, workers, memory, chosen, tests, gpus), workers == 1 and bool(tests)
             started = time.monotonic()
             status = run_step(step, folder)
             seconds = time.monotonic() - started
@@ -258,7 +258,7 @@ def run_suite(
                 said(step, status, f"{seconds:.0f} s, workers: {workers}{' a GPU' if gpus > 1 else ''}", folder)
             )
             code = code or int(status != 0)
-            if not tests or workers == 1:
+            if not tests or last:  # a single process that began with all tests kept memory of the large ones
                 break
             lines[-1] += f"; {len(tests)} tests need more memory"
             workers = fewer(workers, memory.usable, lacking.values())

@@ -169,6 +169,13 @@ def test_what_needs_more_memory_runs_again_with_fewer_beside_it(programs, tmp_pa
     assert check.main([*options, "--memory", "40"]) == 1  # so much is enough for every test
 
 
+def test_what_needs_more_memory_runs_again_where_there_is_one_process(programs, tmp_path):
+    programs["parity"] = junit("one", "!two").replace("NAME", "parity")
+    programs["parity-1"] = junit("two").replace("NAME", "parity-1")
+    assert check.main(["--output", str(tmp_path), "--only", "parity", "--workers", "1", "--memory", "40"]) == 0
+    assert "2 passed, 0 failed, 0 skipped" in (tmp_path / "summary.txt").read_text()
+
+
 @pytest.mark.parametrize(
     "workers, usable, sizes, expected",
     [
