@@ -394,6 +394,20 @@ def test_ring(name, direction):
         assert np.all(float64(out)[expected == 0.0] == 0.0)
 
 
+@takes_pairs
+@pytest.mark.parametrize("name, is_searched", [("four consumers, and few keys", False), ("more keys", True)])
+def test_masks_of_few_keys_are_not_searched(name, is_searched, monkeypatch):
+    """A search takes six small kernels, longer than to mask four blocks of keys."""
+    rings = RINGS | {"more keys": (1, 1, 320, 1, "float16", "float16", dict(block_q=64, block_kv=64))}
+    monkeypatch.setitem(RINGS, name, rings[name])
+    (q, k, v, bias, mask), config = ring_operands(name, "starting")
+    searches = []
+    monkeypatch.setattr(ring, "searched", lambda *args, **blocks: searches.append(blocks))
+    run = functools.partial(ops.triangle_attention, direction="starting", implementation=MOSAIC, config=config)
+    jax.eval_shape(functools.partial(run, bias=bias, mask=mask), q, k, v)
+    assert bool(searches) == is_searched
+
+
 HOPPERS_BLOCKS = {  # of a bias in bfloat16
     192: dict(block_q=64, block_kv=64, num_stages=3, lines=3),
     256: dict(block_q=256, block_kv=64, num_stages=3),
