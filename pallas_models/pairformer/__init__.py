@@ -429,8 +429,7 @@ def transition(
 
     With y = layer_norm(x): `(silu(y @ gate) * (y @ up)) @ down`, or `relu(y @ up + b_up) @ down + b_down` where
     `params` have `up` in place of `gate_up`. Masks are nothing to it: padding changes only itself. The gradient
-    keeps y, both products or the argument of relu, and the hidden values; or x alone, where
-    `ops.layer_norm_gated_mlp` has a kernel for it.
+    keeps y, both products or the argument of relu, and the hidden values; or, in a kernel of Hopper's, x alone.
 
     Args:
       params: nested dict of arrays, as `["pair_transition"]` of a block.
