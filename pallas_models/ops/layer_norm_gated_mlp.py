@@ -127,10 +127,11 @@ def _backward(
     del kept, config
     dout = cotangents[0]
     found = mosaic_backward.layer_norm_gated_mlp_backward(form, dout, target=target, interpret=interpret)
-    dtype = form.w_down.dtype
-    product = functools.partial(jnp.matmul, precision=jax.lax.Precision.DEFAULT, preferred_element_type=dtype)
+    product = functools.partial(
+        jnp.matmul, precision=jax.lax.Precision.DEFAULT, preferred_element_type=form.w_down.dtype
+    )
     dgate_up = product(found.z.T, found.gate_up).reshape(form.w_gate_up.shape) if wanted[3] else None
-    ddown = product(found.hidden.T, dout.astype(dtype)) if wanted[4] else None
+    ddown = product(found.hidden.T, dout) if wanted[4] else None
     return found.x, found.scale.astype(form.scale.dtype), found.offset.astype(form.offset.dtype), dgate_up, ddown
 
 

@@ -397,7 +397,7 @@ def test_ring(name, direction):
 @takes_pairs
 @pytest.mark.parametrize("name, is_searched", [("four consumers, and few keys", False), ("more keys", True)])
 def test_masks_of_few_keys_are_not_searched(name, is_searched, monkeypatch):
-    """A search takes six small kernels, longer than to mask four blocks of keys."""
+    """A search takes kernels of its own, longer than to mask four blocks of keys."""
     rings = RINGS | {"more keys": (1, 1, 320, 1, "float16", "float16", dict(block_q=64, block_kv=64))}
     monkeypatch.setitem(RINGS, name, rings[name])
     (q, k, v, bias, mask), config = ring_operands(name, "starting")

@@ -184,14 +184,15 @@ def attention(
     if interpret:
         check_interpreted_sizes(queries=(rows, block_q), keys=(kv_rows, block_kv))
     plan = Plan.of(call, num_cores=target.num_cores, **dataclasses.asdict(config))
-    ones: np.ndarray | None = None
+    ones = None
     if plan.tensor_sums:
-        ones = np.ones((TILE_ROWS, block_kv), form.dtype)
-        ones[-1] = 0.0  # an array of one number XLA fills anew in each call, which is a kernel of its own
+        rows_of_ones = np.ones((TILE_ROWS, block_kv), form.dtype)
+        rows_of_ones[-1] = 0.0  # an array of one number XLA fills anew in each call, which is a kernel of its own
+        ones = jnp.asarray(rows_of_ones)
     lse_type = jax.ShapeDtypeStruct((*form.lse_shape[:-1], plan.q_blocks * block_q), jnp.float32)
     out, *lse = launch(
         functools.partial(attention_kernel, plan=plan),
-        dict(q=q, k=k, v=v, ones=None if ones is None else jnp.asarray(ones), bias=bias, **masks, found=found),
+        dict(q=q, k=k, v=v, ones=ones, bias=bias, **masks, found=found),
         dict(
             o=jax.ShapeDtypeStruct(q.shape[:-1] + form.out_shape[-1:], form.dtype),
             lse=lse_type if form.return_lse else None,

@@ -89,7 +89,7 @@ def layer_norm_gated_mlp_backward(
     walk = _walk(form, target, interpret=interpret)
     dx, z, dgate_up, hidden, sums = walk.launch(
         _work,
-        (form.x, dout.astype(form.x.dtype)),
+        (form.x, dout),
         dict(
             dx=jax.ShapeDtypeStruct((1, m, c), form.x.dtype),
             z=jax.ShapeDtypeStruct((1, m, c), form.x.dtype),

@@ -25,7 +25,7 @@ from pallas_models.kernels.mosaic.common.turns import REGISTERS, WORKERS, num_sl
 from pallas_models.kernels.mosaic.common.warp_specialization import Role, specialize
 from pallas_models.target import Target
 
-WIDTHS = 64, 128  # channels
+_WIDTHS = 64, 128  # channels
 _MOST_STAGES = 4  # for weights
 
 
@@ -94,7 +94,7 @@ class Walk:
         _, c, h = self.form.sizes
         if self.form.w_down.dtype not in (jnp.float16, jnp.bfloat16):
             return f"takes weights in float16 and bfloat16, not {self.form.w_down.dtype}"
-        if c not in WIDTHS or h % PIECE:
+        if c not in _WIDTHS or h % PIECE:
             return f"takes 64 or 128 channels and hidden channels in multiples of {PIECE}, not {c} and {h}"
         if self.stages < 2:
             return f"does not fit {c} channels of {self.form.x.dtype} into shared memory"
