@@ -24,7 +24,7 @@ RUNS: dict[str, Any] = dict(target=gpu(), interpret=True)
 TILES = Config(block_m=128, block_n=64, num_stages=2, ping_pong=False)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class OneMemory(Peers):
     """What is for GPU i goes where GPU i itself would store it, here."""
 

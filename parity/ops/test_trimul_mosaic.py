@@ -1,6 +1,8 @@
 """Kernels of the triangle update for Hopper GPUs against numpy and XLA, and what all such kernels share."""
 
+import collections
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +67,23 @@ def test_update_of_any_size(n, c, masked, incoming):
     out = jax.jit(functools.partial(f, implementation=MOSAIC))(params, x, mask)
     expected = jax.jit(functools.partial(f, implementation="xla", compute_dtype="float32"))(params, x, mask)
     assert_close(out, expected, 1.5e-3)  # four tensors between kernels, rounded to float16
+
+
+@needs_jax_011
+def test_directions_share_the_steps_that_are_alike():
+    """A program of both, with its gradient, lowers each such step once."""
+    params = trimul.init(jax.random.key(0), trimul.TriMulConfig(channels=64, hidden=64, gate_after=True))
+
+    def both(params, x):
+        for direction in ("outgoing", "incoming"):
+            x = trimul.trimul(params, x, direction=direction, compute_dtype="bfloat16", implementation=MOSAIC)
+        return x.sum()
+
+    x = jnp.ones((1, 64, 64, 64), jnp.bfloat16)
+    text = jax.jit(jax.grad(both, argnums=(0, 1))).lower(params, x).as_text()
+    found = collections.Counter(re.findall(r"func private @(\w+?)(?:_\d+)?\(", text))
+    steps = ("bounds", "project", "output_backward", "project_backward", "weights_backward")
+    assert {name: found[name] for name in steps} == dict.fromkeys(steps, 1)
 
 
 @needs_jax_011

@@ -16,6 +16,14 @@ def _options(form: type["Form"]) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(form) if field.name not in form.OPERANDS)
 
 
+def _flattened(form: "Form") -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+    return form.operands, tuple(form.options.items())
+
+
+def _unflattened(kind: type["Form"], options: tuple[tuple[str, Any], ...], operands: tuple[Any, ...]) -> "Form":
+    return kind(**dict(zip(kind.OPERANDS, operands, strict=True)), **dict(options))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Form:
     """A call of an op: its operands by name, and its options.
@@ -27,9 +35,15 @@ class Form:
       OPERANDS: the fields that are operands, in order: arrays, pytrees of arrays, or None for an absent operand.
         All other fields are options: hashable, or a scalar that is an array, as where it is traced, which only the
         reference takes.
+
+    A form is a pytree of its operands, so that functions of forms can be under `jax.jit`.
     """
 
     OPERANDS: ClassVar[tuple[str, ...]]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        jax.tree_util.register_pytree_node(cls, _flattened, functools.partial(_unflattened, cls))
 
     @property
     def operands(self) -> tuple[Any, ...]:

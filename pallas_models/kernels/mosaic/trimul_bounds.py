@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.common.steps import shared_step
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.row_columns import columns_of, reduce_rows, scratch_types
 from pallas_models.kernels.mosaic.common.row_config import WARPGROUP, Config
@@ -93,6 +94,7 @@ def _largest_factor(ref: Ref, blocks: Blocks, first: jax.Array) -> jax.Array:
     return blocks.fold("max", most if steps == 1 else jax.lax.fori_loop(1, steps, step, most))
 
 
+@shared_step
 def bounds(
     mask: jax.Array | None,
     norm_scale: jax.Array,

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from pallas_models import _jax
 from pallas_models.kernels.common import trimul_scales
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.common.steps import shared_step
 from pallas_models.kernels.forms.trimul import Form, Output, Projection
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.channels import (
@@ -54,6 +55,7 @@ def unsupported(form: Form[Any]) -> str | None:
     return None
 
 
+@shared_step
 def output(
     form: Output[jax.Array],
     gating: Projection[jax.Array],

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from pallas_models import _jax
 from pallas_models.kernels.common import trimul_output_scales, trimul_scales
+from pallas_models.kernels.common.steps import shared_step
 from pallas_models.kernels.forms.trimul import Output
 from pallas_models.kernels.forms.trimul_backward import OfEnd
 from pallas_models.kernels.mosaic.common.backend import plgpu
@@ -44,6 +45,7 @@ def unsupported(form: Output[jax.ShapeDtypeStruct], target: Target) -> str | Non
     return None
 
 
+@shared_step
 def output_backward(
     form: Output[jax.Array],
     dout: jax.Array,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.common.steps import shared_step
 from pallas_models.kernels.forms.trimul import Projection
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.channels import ROWS, along_rows, mean, same_rows
@@ -77,6 +78,7 @@ def _piece(c: int) -> int:
     return 64 if c % 64 == 0 else 32
 
 
+@shared_step
 def project(
     form: Projection[jax.Array], *, peers: Peers | None = None, target: Target, interpret: bool
 ) -> tuple[jax.Array | None, jax.Array | None]:

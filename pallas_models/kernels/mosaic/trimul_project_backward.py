@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.common.steps import shared_step
 from pallas_models.kernels.forms.trimul import Projection
 from pallas_models.kernels.forms.trimul_backward import GATED, Given, OfPositions
 from pallas_models.kernels.mosaic.common.backend import plgpu
@@ -68,6 +69,7 @@ def _warpgroups(form: Projection[Any], target: Target) -> int:
     return next((n for n in (2, 1) if num_bytes(_buffers(form, n).values()) <= room), 0)
 
 
+@shared_step
 def project_backward(
     form: Projection[jax.Array], given: Given, *, of_mask: bool, target: Target, interpret: bool
 ) -> OfPositions:

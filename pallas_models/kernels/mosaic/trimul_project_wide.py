@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.common.steps import shared_step
 from pallas_models.kernels.forms.trimul import Projection
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.channels import ROWS, along_rows, mean, same_rows
@@ -59,6 +60,7 @@ def unsupported(form: Projection[jax.ShapeDtypeStruct], target: Target) -> str |
     return None
 
 
+@shared_step
 def project(
     form: Projection[jax.Array], *, target: Target, interpret: bool
 ) -> tuple[jax.Array | None, jax.Array | None]:

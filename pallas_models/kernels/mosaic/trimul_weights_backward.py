@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 
 from pallas_models import _jax
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.common.steps import shared_step
 from pallas_models.kernels.forms.trimul import Projection
 from pallas_models.kernels.forms.trimul_backward import GATED, Given, OfWeights
 from pallas_models.kernels.mosaic.common.backend import plgpu
@@ -140,6 +141,7 @@ def _buffers(form: Projection[jax.Array], target: Target) -> dict[str, Buffer]:
     return ring | dict(w_smem=w_smem)
 
 
+@shared_step
 def weights_backward(
     form: Projection[jax.Array], z: jax.Array, given: Given, *, target: Target, interpret: bool
 ) -> OfWeights:
