@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_models import _jax
 from pallas_models._implementation import Implementation
 from pallas_models.dispatch.records import Backward, Kernel, Op
 from pallas_models.dispatch.run import run
@@ -18,6 +19,7 @@ from pallas_models.dispatch.sharding import Sharding, Total
 from pallas_models.kernels.forms.matmul import ALGORITHMS, Activation, Algorithm, Form
 from pallas_models.kernels.mosaic import activation_backward as mosaic_activation
 from pallas_models.kernels.mosaic import matmul as mosaic
+from pallas_models.kernels.mosaic import matmul_mma as mma
 from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_on_hopper
 from pallas_models.kernels.mosaic.common.interpreter import interprets_transposed
 from pallas_models.kernels.mosaic.common.peers import Peers
@@ -47,7 +49,7 @@ def matmul(
     precision: jax.lax.PrecisionLike = None,
     out_dtype: DTypeLike | None = None,
     algorithm: Algorithm | None = None,
-    config: triton.Config | mosaic.Config | Chooser | None = None,
+    config: triton.Config | mosaic.Config | mma.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes `activation(x @ w + bias) + residual`.
@@ -80,10 +82,11 @@ def matmul(
         cores, and loads nothing ahead; `"pipelined"` sizes the tiles for the shape, walks them in an order that
         suits the L2 cache and loads ahead of the products; `"split_k"` also splits the contraction between
         programs, for few outputs of long contractions. XLA has only its own.
-      config: tile sizes of the Triton or the Mosaic kernel; chosen as `pallas_models.tuning` says when None.
+      config: tile sizes of the Triton or a Mosaic kernel; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves half
-        precisions, rows in multiples of 8, N and K in multiples of 64, a residual of the dtype of the result, no
-        batch.
+        precisions and no batch: with `wgmma` on Hopper rows in multiples of 8, N and K in multiples of 64, a
+        residual of the dtype of the result; with `mma`, from JAX 0.11 on, any rows, N and K in multiples of 32 on
+        GPUs from Ampere on.
 
     Returns:
       (..., N), or (..., M, N) if `w` has batch axes, in `out_dtype`.
@@ -269,11 +272,23 @@ def _sharding(form: Form[jax.ShapeDtypeStruct]) -> Sharding:
     return Sharding(equation=f"m k, {'n k' if form.transpose_w else 'k n'}, n, m n -> m n, m n")
 
 
+# It comes before Hopper's kernel, which counts where both serve a call and none is preferred.
+_MMA = (
+    Kernel(
+        backend="mosaic",
+        architectures=AMPERE_ON,
+        call=mma.matmul,
+        config=mma.Config,
+        refuses=mma.unsupported,
+        preferred=mma.prefer,
+    ),
+)
 _PREACTIVATION = {"return_preactivation": True}
 _OP: Op[Form[Any]] = Op(
     name="matmul",
     reference=reference,
     kernels=(
+        *(_MMA if _jax.since(0, 11) else ()),  # JAX 0.10 has no `mma`
         Kernel(
             backend="mosaic",
             architectures=HOPPER,

@@ -810,24 +810,31 @@ HALF = functools.partial(jnp.ones, dtype="bfloat16")
     "arrays, options, message",
     [
         ((jnp.ones((64, 64)), jnp.ones((64, 64))), {}, "takes float16 and bfloat16, not float32"),
-        ((HALF((12, 64)), HALF((64, 64))), {}, "in multiples of 64, not x of shape (12, 64)"),
-        ((HALF((64, 72)), HALF((72, 64))), {}, "in multiples of 64, not x of shape (64, 72)"),
-        ((HALF((64, 64)), HALF((64, 72))), {}, "in multiples of 64, not w of shape (64, 72)"),
-        ((HALF((64, 64)), HALF((72, 64))), {"transpose_w": True}, "not the result of shape (64, 72)"),
-        (
-            (HALF((64, 64)),) * 2,
-            {"residual": jnp.ones((64, 64))},
-            "a residual of the dtype of the result, bfloat16",
-        ),
         ((HALF((64, 64)),) * 2, {"algorithm": "tiled"}, "has none of the algorithms of the Triton kernel"),
         ((HALF((64, 64)),) * 2, {"config": CONFIGS[0]}, "takes a Config of pallas_models.kernels.mosaic"),
         ((HALF((2, 64, 64)),) * 2, {}, "takes no batch of weights"),
         ((HALF((64, 64), dtype="float16"),) * 2, {"acc_dtype": "float16"}, "accumulates in float32, not float16"),
     ],
 )
-def test_what_the_hopper_kernel_does_not_serve(arrays, options, message):
+def test_what_no_kernel_of_mosaic_serves(arrays, options, message):
     with pytest.raises(NotImplementedError, match=re.escape(message)):
         ops.matmul(*arrays, implementation=MOSAIC, **options)
+
+
+@pytest.mark.parametrize(
+    "m, n, k, options, message",
+    [
+        (12, 64, 64, {}, "in multiples of 64, not x of shape (12, 64)"),
+        (64, 64, 72, {}, "in multiples of 64, not x of shape (64, 72)"),
+        (64, 72, 64, {}, "in multiples of 64, not w of shape (64, 72)"),
+        (64, 72, 64, {"transpose_w": True}, "not the result of shape (64, 72)"),
+        (64, 64, 64, {"residual": jnp.ones((64, 64))}, "a residual of the dtype of the result, bfloat16"),
+    ],
+)
+def test_what_the_hopper_kernel_does_not_serve(m, n, k, options, message):
+    w = HALF((n, k) if options.get("transpose_w") else (k, n))
+    form = Form(x=HALF((m, k)), w=w, precision=jax.lax.Precision.DEFAULT, out_dtype=HALF((1,)).dtype, **options)
+    assert message in mosaic.unsupported(form, gpu())
 
 
 @pytest.mark.parametrize(

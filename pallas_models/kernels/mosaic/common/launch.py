@@ -27,7 +27,7 @@ def launch(
     *,
     name: str,
     num_ctas: int,
-    num_warpgroups: int,
+    num_warpgroups: int | None,
     interpret: bool,
     cluster: int = 1,
     in_place: Mapping[str, jax.Array] | None = None,
@@ -40,6 +40,7 @@ def launch(
       operands: arrays in device memory, None for those that a call does not have.
       out_type: the outputs of the kernel, None for those that a call does not ask for.
       scratch_types: shared memory and barriers of a CTA.
+      num_warpgroups: of a CTA; None for one and no axis of them, as pipelines of Pallas want it.
       cluster: CTAs in each cluster; where there are several, "cta" and `num_ctas` count clusters, and the axis
         "rank" the CTAs of one.
       in_place: arrays that the kernel changes. Where nobody else uses one it is not copied.
@@ -75,8 +76,7 @@ def launch(
         scratch_types=dict(scratch_types),
         grid=(num_ctas,),
         grid_names=("cta",),
-        num_threads=num_warpgroups,
-        thread_name="warpgroup",
+        **({} if num_warpgroups is None else dict(num_threads=num_warpgroups, thread_name="warpgroup")),
         **({} if cluster == 1 else dict(cluster=(cluster,), cluster_names=("rank",))),
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup, **compiler_params
