@@ -1,4 +1,4 @@
-"""The product by `mma`, on whichever GPU is there: values, overlapping tiles, padding, configs, where it serves."""
+"""The product by `mma` on whichever GPU is there: values, overlapping tiles, padding, configs, where it serves."""
 
 import functools
 
