@@ -172,7 +172,7 @@ def _run(
     tables: tuple[Table, ...],
 ) -> Any:
     del tables  # a change of them asks for another trace
-    form = kind(**dict(zip(kind.OPERANDS, operands, strict=True)), **dict(options), **traced)
+    form = kind.made_of((*options, *traced.items()), operands)
     call = Call(op=op, form=form.abstract(), config=config, names=names, target=target)
     with plain_settings(operands), jax.named_scope(op.name):
         if not traced:

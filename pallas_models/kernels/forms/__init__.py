@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any, ClassVar, Self, TypeVar
 
 import jax
@@ -18,10 +19,6 @@ def _options(form: type["Form"]) -> tuple[str, ...]:
 
 def _flattened(form: "Form") -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
     return form.operands, tuple(form.options.items())
-
-
-def _unflattened(kind: type["Form"], options: tuple[tuple[str, Any], ...], operands: tuple[Any, ...]) -> "Form":
-    return kind(**dict(zip(kind.OPERANDS, operands, strict=True)), **dict(options))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +40,7 @@ class Form:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        jax.tree_util.register_pytree_node(cls, _flattened, functools.partial(_unflattened, cls))
+        jax.tree_util.register_pytree_node(cls, _flattened, cls.made_of)
 
     @property
     def operands(self) -> tuple[Any, ...]:
@@ -54,6 +51,11 @@ class Form:
     def options(self) -> dict[str, Any]:
         """The options by name."""
         return {name: getattr(self, name) for name in _options(type(self))}  # type: ignore[arg-type]
+
+    @classmethod
+    def made_of(cls, options: Iterable[tuple[str, Any]], operands: tuple[Any, ...]) -> Self:
+        """The call of operands, in order, with options."""
+        return cls(**dict(zip(cls.OPERANDS, operands, strict=True)), **dict(options))
 
     def of(self, operands: tuple[Any, ...]) -> Self:
         """The same call of other operands."""

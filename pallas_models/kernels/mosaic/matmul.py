@@ -30,19 +30,26 @@ from pallas_models.tuning import Chooser, Problem, choose
 _LARGE = 1 << 20  # weights
 
 
-def unsupported(form: Form[Any], target: Target) -> str | None:
-    """Why `matmul` does not serve a call; None if it does."""
-    x, w, residual = form.x, form.w, form.residual
-    if x.dtype not in (jnp.float16, jnp.bfloat16):
-        return f"takes float16 and bfloat16, not {x.dtype}"
+def unsupported_by_tensor_cores(form: Form[Any]) -> str | None:
+    """Why neither `wgmma` nor `mma` serves a call; None if one of them may."""
+    if form.dtype not in (jnp.float16, jnp.bfloat16):
+        return f"takes float16 and bfloat16, not {form.dtype}"
     if form.acc_dtype != jnp.float32:
         return f"accumulates in float32, not {form.acc_dtype}"
-    if residual is not None and residual.dtype != form.out_dtype:
-        return f"takes a residual of the dtype of the result, {form.out_dtype}, not {residual.dtype}"
     if form.algorithm is not None:
         return f"has none of the algorithms of the Triton kernel, such as {form.algorithm!r}"
     if form.batch > 1:
         return "takes no batch of weights"
+    return None
+
+
+def unsupported(form: Form[Any], target: Target) -> str | None:
+    """Why `matmul` does not serve a call; None if it does."""
+    if reason := unsupported_by_tensor_cores(form):
+        return reason
+    x, w, residual = form.x, form.w, form.residual
+    if residual is not None and residual.dtype != form.out_dtype:
+        return f"takes a residual of the dtype of the result, {form.out_dtype}, not {residual.dtype}"
     m, n, _ = form.sizes
     return (
         untiled("x", x.shape, x.dtype)

@@ -22,6 +22,7 @@ from pallas_models.kernels.mosaic.common.activations import activate
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, TILE_ROWS, load, row_bytes_of, transforms
+from pallas_models.kernels.mosaic.matmul import unsupported_by_tensor_cores
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
@@ -85,15 +86,9 @@ def heuristic(m: int, n: int, k: int, target: Target) -> Config:
 
 def unsupported(form: Form[Any], target: Target) -> str | None:
     """Why `matmul` does not serve a call; None if it does."""
+    if reason := unsupported_by_tensor_cores(form):
+        return reason
     _, n, k = form.sizes
-    if form.dtype not in (jnp.float16, jnp.bfloat16):
-        return f"takes float16 and bfloat16, not {form.dtype}"
-    if form.acc_dtype != jnp.float32:
-        return f"accumulates in float32, not {form.acc_dtype}"
-    if form.algorithm is not None:
-        return f"has none of the algorithms of the Triton kernel, such as {form.algorithm!r}"
-    if form.batch > 1:
-        return "takes no batch of weights"
     if k % _LEAST or n % _LEAST:
         return f"takes K and N in multiples of {_LEAST}, not {k} and {n}"
     return None
@@ -153,6 +148,8 @@ def matmul(form: Form[jax.Array], *, config: Config | Chooser | None, target: Ta
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Kernel:
+    """The body of the kernel."""
+
     form: Form[Any]
     config: Config
 
@@ -207,9 +204,8 @@ def _slice(i: jax.Array, block: int, size: int) -> Any:
 
 
 def _layout(shape: tuple[int, ...]) -> Any:
-    """The layout of sums of tiles, as `mma` leaves them."""
-    warps = next(warps for warps in (4, 2, 1) if shape[0] % (16 * warps) == 0 and shape[1] % (32 // warps) == 0)
-    return plgpu.Layout.MMA_ACC(jnp.float32, m_warps=warps)
+    """The layout of sums of tiles, as `mma` leaves them: it has as many warps along rows as there are rows for."""
+    return plgpu.Layout.MMA_ACC(jnp.float32, m_warps=min(4, shape[0] // 16))
 
 
 def _along_columns(vector: Ref, shape: tuple[int, ...]) -> jax.Array:
