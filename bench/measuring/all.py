@@ -3,7 +3,7 @@
 All of them share a time budget. A benchmark may use the time that earlier ones left over and half of the time that
 is meant for later ones. Then it is interrupted, and its measurements are kept as a partial result. The options
 given here are passed to each benchmark that has them. With --resume they go on where an earlier run ended:
-benchmarks whose whole result of this GPU and commit is there are left out.
+benchmarks whose whole result of this GPU and commit is there are left out, or run in the modes that it lacks.
 
 With --gpus N as many benchmarks run side by side, each on a GPU and on cores of its own, and what one prints is
 shown when it ends. Those of several GPUs come last and alone.
@@ -148,7 +148,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="some of forward,backward,both; each benchmark that has them has a default",
     )
     parser.add_argument("--output", type=Path, default=results.DEFAULT_FOLDER, help="folder of the result files")
-    parser.add_argument("--resume", action="store_true", help="leave out what is measured at this commit")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="leave out what is measured at this commit",
+    )
     parser.add_argument("--show-results", action="store_true", help="print the tables of each benchmark")
     parser.add_argument(
         "--gpus",
@@ -334,20 +338,31 @@ def summary(outcomes: list[Outcome], written: list[Path]) -> str:
     return "\n".join(lines)
 
 
-def measured(folder: Path) -> set[str]:
-    """The benchmarks whose whole results of this GPU and this commit are in the folder of the result files."""
+def measured(folder: Path) -> dict[str, set[str]]:
+    """The modes of the benchmarks whose whole results of this GPU and this commit the folder holds."""
     # In a process of its own, which gives the memory of the GPU back.
     code = "from bench.measuring import environment as e; print(e.device(), e.commit(), sep='\\n')"
     done = subprocess.run(
         [sys.executable, "-c", code], env=_environment(), capture_output=True, text=True, check=True
     )
     device, commit = done.stdout.splitlines()[-2:]
-    found = set()
-    for path in results.stored(folder, results.slug(device)):
-        with contextlib.suppress(results.ResultError):  # what cannot be read is measured again
-            result = results.load(path)
-            if not result.partial and result.environment.get("commit") == commit:
-                found.add(result.benchmark)
+    environment = {"device": device, "commit": commit}
+    found = {name: results.earlier(name, environment, folder) for name in BENCHMARKS}
+    return {name: {case.mode for case in result.cases} for name, result in found.items() if result}
+
+
+def left_to_do(args: argparse.Namespace) -> dict[str, argparse.Namespace]:
+    """The benchmarks to run and their options: with --resume without modes, or at all, that are measured."""
+    done = measured(args.output) if args.resume else {}
+    found = {}
+    for name in args.only:
+        modes = args.mode
+        if name in done:
+            has_modes = bool(modes) and name not in FORWARD_ONLY and "--mode" in options_of(name)
+            modes = [mode for mode in modes if mode not in done[name]] if has_modes else []
+            if not modes:
+                continue
+        found[name] = argparse.Namespace(**vars(args) | {"mode": modes})
     return found
 
 
@@ -380,12 +395,12 @@ def run(args: argparse.Namespace) -> int:
 def run_all(args: argparse.Namespace, free: Sequence[Place | None]) -> int:
     """Runs the benchmarks where nothing else runs and prints how each ended; returns the exit code."""
     before, started = files(args.output), time.monotonic()
-    done = measured(args.output) if args.resume else set()
-    waiting = [name for name in args.only if name not in done]
+    todo = left_to_do(args)
+    waiting = list(todo)
     if args.gpus > 1:  # the longest first
         waiting.sort(key=lambda name: (name in SEVERAL_GPUS, -SHARES.get(name, 1.0)))
     outcomes = [
-        Outcome(name=name, status="left out", message="measured before") for name in args.only if name in done
+        Outcome(name=name, status="left out", message="measured before") for name in args.only if name not in todo
     ]
     count, free, running, interrupted = len(waiting), list(free), list[Running](), False
     try:
@@ -397,7 +412,7 @@ def run_all(args: argparse.Namespace, free: Sequence[Place | None]) -> int:
                 name, place = waiting.pop(0), free.pop(0)
                 on = f" on GPU {place.gpu}" if place and name not in SEVERAL_GPUS else ""
                 print(f"\n== {count - len(waiting)} of {count}: {name}{on}; {times}", flush=True)
-                begun = Running.begin(name, args, seconds, place if name not in SEVERAL_GPUS else None)
+                begun = Running.begin(name, todo[name], seconds, place if name not in SEVERAL_GPUS else None)
                 if isinstance(begun, Running):
                     running.append(begun)
                 else:

@@ -4,6 +4,7 @@ A file stores what was measured and under which conditions; rates, ratios and me
 they are shown (`bench.reporting.tables`), so that a file cannot contradict itself.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import gzip
@@ -141,6 +142,11 @@ class Case:
     bytes: float | None = None
     products: str | None = None
 
+    @property
+    def mode(self) -> str:
+        """The passes that are timed: forward, backward or both."""
+        return next((mode for mode in ("backward", "both") if mode in self.shape), "forward")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
@@ -219,10 +225,29 @@ def begun(benchmark: str, settings: dict[str, str]) -> Result:
     )
 
 
+def earlier(benchmark: str, environment: Mapping[str, str], folder: Path) -> Result | None:
+    """The whole result of a benchmark that the folder holds of this GPU and commit, if there is one."""
+    for path in stored(folder, slug(environment["device"])):
+        if path.name.split(".")[0] == benchmark:
+            with contextlib.suppress(ResultError):  # what cannot be read is measured again
+                found = load(path)
+                if not found.partial and found.environment.get("commit") == environment.get("commit"):
+                    return found
+    return None
+
+
 def complete(result: Result, folder: Path) -> Result:
-    """The result as the result of a whole run, saved in the place of the partial one."""
+    """The result as the result of a whole run, saved in the place of the partial one.
+
+    Cases that only an earlier whole run of this GPU and commit measured stay, so that a benchmark can be run one
+    mode at a time.
+    """
     draft = path_of(result, folder)
-    result = dataclasses.replace(result, partial=False, sources=sources.timed(result.benchmark))
+    before = earlier(result.benchmark, result.environment, folder)
+    labels = {case.label for case in result.cases}
+    kept = [case for case in before.cases if case.label not in labels] if before else []
+    timed = sources.timed(result.benchmark)
+    result = dataclasses.replace(result, partial=False, sources=timed, cases=kept + result.cases)
     save(result, folder)
     draft.unlink()
     return result

@@ -52,7 +52,7 @@ def mean_speedup(cases: Sequence[Case], family: Family, clock: Clock) -> float |
 
 def forward(cases: Sequence[Case]) -> list[Case]:
     """The cases without a backward pass."""
-    return [case for case in cases if not {"backward", "both"} & case.shape.keys()]
+    return [case for case in cases if case.mode == "forward"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

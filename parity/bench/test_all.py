@@ -339,3 +339,18 @@ def test_resume_runs_what_is_not_measured_at_this_commit(tmp_path, programs, sav
     (out / "nvidia-h200" / "sts.json").write_text("{")
     assert cli.main(["all", "--resume", "--output", str(out)]) == 0
     assert "ran sts" in capfd.readouterr().out
+
+
+def test_resume_runs_the_modes_that_were_not_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("BENCH_COMMIT", "abc")
+    monkeypatch.setattr(everything.results, "slug", lambda device: "nvidia-h200")
+    environment = make_result().environment | {"commit": "abc"}
+    for name in ("norm", "minilm", "sts"):
+        results.save(make_result(benchmark=name, environment=environment), tmp_path)
+
+    def todo(*arguments):
+        args = options("--resume", "--only", "norm,minilm,sts,gemm", "--output", str(tmp_path), *arguments)
+        return {name: found.mode for name, found in everything.left_to_do(args).items()}
+
+    assert todo("--mode", "forward,both") == {"norm": ["both"], "gemm": ["forward", "both"]}
+    assert todo("--mode", "forward") == {"gemm": ["forward"]} and todo() == {"gemm": None}

@@ -63,12 +63,28 @@ def test_a_benchmark_times_no_other_kernels():
     assert "kernels.mosaic.post_norm_layers_kernel" in sources.timed("minilm")
 
 
+def saved(result, folder):
+    results.save(result, folder)
+    return result
+
+
 def test_a_whole_result_records_them(tmp_path):
     draft = make_result(benchmark="norm", partial=True)
     results.save(draft, tmp_path)
     whole = results.complete(draft, tmp_path)
     assert whole.sources == sources.timed("norm")
     assert results.load(results.path_of(whole, tmp_path)) == whole
+
+
+def test_modes_of_one_commit_are_one_result(tmp_path):
+    first = results.complete(saved(make_result(benchmark="norm", partial=True), tmp_path), tmp_path)
+    again = dataclasses.replace(first.cases[0], flop=1.0)
+    both = dataclasses.replace(first.cases[0], label="1x16+both fp16", shape={"rows": 1, "both": 1})
+    second = dataclasses.replace(first, cases=[again, both], partial=True, sources={})
+    whole = results.complete(saved(second, tmp_path), tmp_path)
+    assert whole.cases == [*first.cases[1:], again, both] and [case.mode for case in whole.cases][-1] == "both"
+    later = dataclasses.replace(second, environment=second.environment | {"commit": "later"})
+    assert results.complete(saved(later, tmp_path), tmp_path).cases == later.cases
 
 
 def test_a_report_marks_what_is_older_than_its_kernels():
