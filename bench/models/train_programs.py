@@ -247,15 +247,26 @@ def minilm_ours(config: MiniLMConfig, dtype: Any) -> Loss:
 
 
 def minilm_plain(
-    checkpoint: minilm_models.Checkpoint, dtype: str, *, attention: Literal["einsum", "cudnn"]
+    checkpoint: minilm_models.Checkpoint,
+    dtype: str,
+    *,
+    attention: Literal["einsum", "cudnn"],
+    rounded: str | None = None,
 ) -> tuple[Loss, Any]:
-    """The loss as a user of jax.numpy writes it, and its float32 parameters."""
+    """The loss as a user of jax.numpy writes it, and its float32 parameters.
+
+    Args:
+      checkpoint: weights to begin with.
+      dtype: of products.
+      attention: how it is written.
+      rounded: dtype that the loss rounds parameters to before it reads them; `dtype` if None.
+    """
     _, embed = minilm_models.plain_jax(checkpoint, dtype, attention=attention)
     params, _ = minilm_models.plain_jax(checkpoint, "fp32")
-    target = minilm_models.DTYPES[dtype]
+    target, read = minilm_models.DTYPES[dtype], minilm_models.DTYPES[rounded or dtype]
 
     def loss(params: Any, *batch: jax.Array) -> jax.Array:
-        params = jax.tree.map(lambda leaf: leaf.astype(target), params)
+        params = jax.tree.map(lambda leaf: leaf.astype(read).astype(target), params)
         first, second = (embed(params, *tokens).astype(jnp.float32) for tokens in (batch[:2], batch[2:]))
         scores = SCALE * jnp.matmul(first, second.T, precision="highest")
         return optax.softmax_cross_entropy_with_integer_labels(scores, jnp.arange(len(scores))).mean()
