@@ -158,12 +158,12 @@ def find_equal_layouts_fast() -> None:
     JAX sorts the variables by their text, so that each run has the same order. The text names a value by its
     number in the kernel, and MLIR numbers all values of the kernel for each text: of the time to lower a block of
     the Pairformer with its gradient that is an eighth. The function here gives the same variables, in the order in
-    which equations name them. It takes the place of JAX's for all Mosaic kernels of a process. In all versions
-    from 0.10 on; where a version has no such function nothing happens.
+    which equations name them. It takes the place of JAX's for all Mosaic kernels of a process. In versions 0.10
+    and 0.11; since 0.12 JAX prints nothing either.
     """
     from jax.experimental.mosaic.gpu import constraints
 
-    if hasattr(constraints, "compute_transitively_equal_vars"):
+    if not since(0, 12):
         constraints.compute_transitively_equal_vars = _equal_variables
 
 

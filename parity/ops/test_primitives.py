@@ -151,6 +151,7 @@ def transposing(refs: Refs) -> None:
         plgpu.copy_gmem_to_smem(getattr(refs, name), getattr(refs, f"{name}_tile"), refs.full)
     plgpu.barrier_wait(refs.full)
     x = memory.load(refs.x_tile, layout)
+    memory.store(refs.x_again, x)
     index = memory.layout_cast(memory.iota((M, N), 1, layout).astype(jnp.float32), layout)
     vectors = dict(rows=[load_vector(refs.scale_tile, 0)], columns=[load_vector(refs.shift_tile, 1)])
     (y,) = elementwise(affine, x, index, **vectors)
@@ -169,7 +170,7 @@ def transposed(arrays: Arrays, *, interpret: bool) -> list[jax.Array]:
     return launch(
         transposing,
         arrays,
-        dict.fromkeys("ot", jax.ShapeDtypeStruct((N, M), dtype)),
+        dict.fromkeys("ot", jax.ShapeDtypeStruct((N, M), dtype)) | dict(x_again=jax.typeof(arrays["x"])),
         dict(
             x_tile=memory.tiled((M, N), dtype),
             scale_tile=plgpu.SMEM((M,), jnp.float32),
@@ -200,8 +201,9 @@ STORES_NONE = "JAX 0.10 does not store what it transposes"
 def test_memory_of_mosaic(dtype):
     arrays = tile(dtype)
     with all_called("mosaic.common.memory", "mosaic.common.elementwise"):
-        out, turned = jax.jit(functools.partial(transposed, interpret=MOSAIC != "mosaic"))(arrays)
+        out, turned, again = jax.jit(functools.partial(transposed, interpret=MOSAIC != "mosaic"))(arrays)
     np.testing.assert_array_equal(turned, arrays["x"].T)
+    np.testing.assert_array_equal(again, arrays["x"])
     x, scale, shift = (float64(value) for value in arrays.values())
     assert_close(out, (x * scale[:, None] + np.arange(N) * 0.125 + shift).T, ROUNDED[dtype])
 

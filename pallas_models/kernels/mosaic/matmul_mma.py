@@ -21,7 +21,7 @@ from pallas_models.kernels.forms.matmul import Form
 from pallas_models.kernels.mosaic.common.activations import activate
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
-from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, TILE_ROWS, load, row_bytes_of, transforms
+from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, TILE_ROWS, load, row_bytes_of, store, transforms
 from pallas_models.kernels.mosaic.matmul import unsupported_by_tensor_cores
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
@@ -191,11 +191,11 @@ class _Kernel:
         if refs.bias is not None:
             y += _along_columns(refs.bias.at[columns], y.shape)
         if refs.kept is not None:
-            refs.kept[rows, columns] = y.astype(refs.kept.dtype)
+            store(refs.kept.at[rows, columns], y.astype(refs.kept.dtype))
         y = activate(form.activation, y, form.out_dtype)
         if refs.residual is not None:
             y += load(refs.residual.at[rows, columns], _layout(y.shape)).astype(jnp.float32)
-        refs.o[rows, columns] = y.astype(refs.o.dtype)
+        store(refs.o.at[rows, columns], y.astype(refs.o.dtype))
 
 
 def _slice(i: jax.Array, block: int, size: int) -> Any:

@@ -59,6 +59,19 @@ def load_transposed(ref: Ref, layout: Any) -> jax.Array:
     return load(ref.T, layout)
 
 
+def _assign(ref: Ref, x: jax.Array) -> None:
+    ref[...] = x
+
+
+@meaning(_assign)
+def store(ref: Ref, x: jax.Array) -> None:
+    """Stores x in device memory, each thread the elements that it has, be they parts of a sector of 32 bytes."""
+    if _jax.since(0, 12):  # which refuses parts, unless it is told not to
+        plgpu.store(ref, x, optimized=False)
+    else:
+        _assign(ref, x)
+
+
 @meaning(lambda x, layout: x)
 def layout_cast(x: jax.Array, layout: Any) -> jax.Array:
     """The same values, each in the thread that has it in `layout`; what is not said is inferred, slowly.
