@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections.abc import Callable
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_models import _jax
 from pallas_models._implementation import Implementation
 from pallas_models.dispatch.records import Backward, Kernel, Op
 from pallas_models.dispatch.run import run
@@ -19,13 +21,15 @@ from pallas_models.kernels.common.scores import LOWEST, MASKING_BIAS, NO_KEY, bi
 from pallas_models.kernels.forms.attention import Form
 from pallas_models.kernels.mosaic import attention as mosaic
 from pallas_models.kernels.mosaic import attention_backward as mosaic_backward
+from pallas_models.kernels.mosaic import attention_backward_mma as mma_backward
+from pallas_models.kernels.mosaic import attention_mma as mma
 from pallas_models.kernels.mosaic import attention_resident as mosaic_resident
 from pallas_models.kernels.triton import attention as triton
 from pallas_models.kernels.triton import attention_backward as triton_backward
 from pallas_models.ops import _checks, _half_precision
 from pallas_models.ops._attention_form import form_of, merged_heads, separate
 from pallas_models.ops._checks import Array
-from pallas_models.target import AMPERE_ON, HOPPER
+from pallas_models.target import AMPERE_ON, HOPPER, Target
 from pallas_models.tuning import Chooser
 
 
@@ -37,7 +41,7 @@ class _Options(TypedDict, total=False):
     segment_ids: Array | None
     sm_scale: float | Array | None
     precision: jax.lax.PrecisionLike
-    config: triton.Config | mosaic.Config | Chooser | None
+    config: triton.Config | mosaic.Config | mma.Config | Chooser | None
     implementation: Implementation | None
 
 
@@ -79,7 +83,7 @@ def attention(
     sm_scale: float | Array | None = None,
     return_lse: bool = False,
     precision: jax.lax.PrecisionLike = None,
-    config: triton.Config | mosaic.Config | Chooser | None = None,
+    config: triton.Config | mosaic.Config | mma.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes `softmax(q k^T * sm_scale + bias) v` per head, over the keys that every mask given leaves.
@@ -129,8 +133,8 @@ def attention(
       precision: of float32 products, as in `matmul`.
       config: block sizes of the Triton or the Mosaic kernel; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves half
-        precisions, a positive scale and D of 32, 64 or 128; gradients with a bias run in Triton's kernels by
-        default, in XLA where `"mosaic"` alone is named. D of 32 is Triton's by default but for many long rows.
+        precisions and a positive scale: on Hopper D of 32, 64 or 128, by default not D of 32 but for many long
+        rows; with `mma`, from JAX 0.11 on, D of 16 too and gradients with a bias, on GPUs from Ampere on.
 
     Returns:
       (B, Sq, Hq, D) in the dtype of q; with `return_lse` also (B, Hq, Sq) float32, -inf where no key is left.
@@ -198,7 +202,7 @@ def attention_qkv(
     sm_scale: float | Array | None = None,
     return_lse: bool = False,
     precision: jax.lax.PrecisionLike = None,
-    config: triton.Config | mosaic.Config | Chooser | None = None,
+    config: triton.Config | mosaic.Config | mma.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes `attention` from and to the layouts of the projections.
@@ -275,7 +279,7 @@ def segment_ids_from_cu_seqlens(cu_seqlens: Array, total: int) -> jax.Array:
 
 def _attend(
     form: Form[jax.Array],
-    config: triton.Config | mosaic.Config | Chooser | None,
+    config: triton.Config | mosaic.Config | mma.Config | Chooser | None,
     implementation: Implementation | None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     result = run(OP, form, config=config, implementation=implementation)
@@ -412,8 +416,18 @@ def _sharding(form: Form[jax.ShapeDtypeStruct]) -> Sharding:
     )
 
 
-# Of triangle attention, too: its form has all that they ask of one.
+# Of triangle attention, too: its form has all that they ask of one. The kernel by `mma` comes before those for
+# Hopper, of which the last counts where several serve a call and none is preferred; JAX 0.10 has no `mma`.
+_MMA = Kernel(
+    backend="mosaic",
+    architectures=AMPERE_ON,
+    call=mma.attention,
+    config=mma.Config,
+    refuses=mma.unsupported,
+    preferred=mma.prefer,
+)
 KERNELS: tuple[Kernel[Any], ...] = (
+    *([_MMA] if _jax.since(0, 11) else ()),
     Kernel(
         backend="mosaic",
         architectures=HOPPER,
@@ -439,6 +453,26 @@ KERNELS: tuple[Kernel[Any], ...] = (
     ),
 )
 
+
+def backward_by_mma(for_hopper: Callable[[Any, Target], str | None]) -> tuple[Backward[Any], ...]:
+    """The gradient by `mma`, for calls that a gradient for Hopper does not serve there; JAX 0.10 has no `mma`."""
+
+    def refuses(form: Any, target: Target) -> str | None:
+        if (target.runs(HOPPER) or not target.name) and not for_hopper(form, target):
+            return "leaves the call to the gradient for Hopper"
+        return mma.unsupported(form, target)
+
+    backward = Backward(
+        backend="mosaic",
+        call=mma_backward.attention_backward,
+        keeps=2,
+        options={"return_lse": True},
+        refuses=refuses,
+        preferred=mma.prefer,
+    )
+    return (backward,) if _jax.since(0, 11) else ()
+
+
 OP: Op[Form[Any]] = Op(
     name="attention",
     reference=reference,
@@ -453,6 +487,7 @@ OP: Op[Form[Any]] = Op(
             refuses=mosaic_backward.unsupported,
             preferred=mosaic.prefer,
         ),
+        *backward_by_mma(mosaic_backward.unsupported),
         Backward(backend="triton", call=triton_backward.attention_backward, keeps=2, options={"return_lse": True}),
     ),
     sharding=_sharding,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_models import _jax
 from pallas_models._implementation import Implementation
 from pallas_models.dispatch.records import Backward, Kernel, Op
 from pallas_models.dispatch.run import run
@@ -20,6 +21,7 @@ from pallas_models.kernels.forms.gated_mlp import Form
 from pallas_models.kernels.forms.matmul import Activation
 from pallas_models.kernels.mosaic import gated_mlp as mosaic
 from pallas_models.kernels.mosaic import gated_mlp_backward as mosaic_backward
+from pallas_models.kernels.mosaic import gated_mlp_mma as mma
 from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_on_hopper
 from pallas_models.kernels.triton import gated_mlp as triton
 from pallas_models.kernels.triton import gated_mlp_backward as triton_backward
@@ -61,7 +63,7 @@ def gated_matmul(
     bias: Array | None = None,
     precision: jax.lax.PrecisionLike = None,
     out_dtype: DTypeLike | None = None,
-    config: triton.Config | mosaic.Config | Chooser | None = None,
+    config: triton.Config | mosaic.Config | mma.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes `activation(x @ gate + gate_bias) * (x @ up + up_bias)`, both products over one read of `x`.
@@ -84,7 +86,8 @@ def gated_matmul(
       out_dtype: dtype of the result; the dtype of `x` when None.
       config: tile sizes of the Triton or the Mosaic kernel; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves half
-        precisions, rows in multiples of 8, N and K in multiples of 64.
+        precisions: with `wgmma` on Hopper rows in multiples of 8, N and K in multiples of 64; with `mma`, from JAX
+        0.11 on, any rows, N and K in multiples of 32 on GPUs from Ampere on.
 
     Returns:
       (..., N) in `out_dtype`.
@@ -176,10 +179,20 @@ def _prefer_mosaic_backward(form: Form[jax.ShapeDtypeStruct], target: Target) ->
 _PRODUCTS = {"return_products": True}
 
 
+# It comes before Hopper's kernel, which counts where both serve a call and none is preferred.
+_MMA = Kernel(
+    backend="mosaic",
+    architectures=AMPERE_ON,
+    call=mma.gated_matmul,
+    config=mma.Config,
+    refuses=mma.unsupported,
+    preferred=mma.prefer,
+)
 _OP: Op[Form[Any]] = Op(
     name="gated_matmul",
     reference=reference,
     kernels=(
+        *([_MMA] if _jax.since(0, 11) else []),  # JAX 0.10 has no `mma`
         Kernel(
             backend="mosaic",
             architectures=HOPPER,

@@ -16,12 +16,13 @@ from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms import attention as attention_forms
 from pallas_models.kernels.forms.triangle_attention import DIRECTIONS, Direction, Form
 from pallas_models.kernels.mosaic import attention as mosaic
+from pallas_models.kernels.mosaic import attention_mma as mma
 from pallas_models.kernels.mosaic import triangle_attention_backward as mosaic_backward
 from pallas_models.kernels.triton import attention as triton
 from pallas_models.kernels.triton import attention_backward as triton_backward
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
-from pallas_models.ops.attention import KERNELS, attend_to_all
+from pallas_models.ops.attention import KERNELS, attend_to_all, backward_by_mma
 from pallas_models.target import HOPPER
 from pallas_models.tuning import Chooser
 
@@ -36,7 +37,7 @@ def triangle_attention(
     direction: Direction,
     scale: float | Array | None = None,
     precision: jax.lax.PrecisionLike = None,
-    config: mosaic.Config | triton.Config | Chooser | None = None,
+    config: mosaic.Config | mma.Config | triton.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes the attention of AlphaFold's triangles, between the pairs of a row or of a column.
@@ -81,10 +82,9 @@ def triangle_attention(
       precision: of float32 products, as in `matmul`.
       config: block sizes of the kernel; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available: Mosaic's where it serves a call
-        with a bias, and Triton's. `"mosaic"` serves half precisions, D of 32, N in multiples of 64 (before JAX
-        0.11 up to 512) and a positive scale; its gradients are for calls with a bias, N of 128 or more and JAX
-        0.11, others are XLA's, or with `("mosaic", "triton")` Triton's. It copies the mask and the bias of
-        columns, and the bias of rows for the gradients.
+        with a bias, and Triton's. `"mosaic"` serves half precisions, N in multiples of 64 and a positive scale:
+        on Hopper D of 32 from N of 128 on; with `mma`, from JAX 0.11 on, D of 16, 32, 64 and 128 on GPUs from
+        Ampere on. It copies the mask and the bias of columns, and the bias of rows for the gradients.
 
     Returns:
       As q.
@@ -191,6 +191,7 @@ OP: Op[Form[Any]] = Op(
             options={"return_lse": True},
             refuses=mosaic_backward.unsupported,
         ),
+        *backward_by_mma(mosaic_backward.unsupported),
         Backward(backend="triton", call=triton_backward.attention_backward, keeps=2, options={"return_lse": True}),
     ),
     sharding=_sharding,

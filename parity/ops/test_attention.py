@@ -913,19 +913,19 @@ def test_heads_walked_together_keep_all_programs_busy(heads, blocks, in_cache):
     "dtype, head_dim, options, message",
     [
         ("float32", 64, {}, "takes float16 and bfloat16, not float32"),
-        ("bfloat16", 80, {}, "takes heads of 32, 64 and 128, not head_dim=80"),
-        ("bfloat16", 64, {"sm_scale": -1.0}, "takes positive scales, not sm_scale=-1.0"),
+        ("bfloat16", 80, {}, "takes heads of .*32, 64 and 128, not head_dim=80"),
+        ("bfloat16", 64, {"sm_scale": -1.0}, r"takes positive scales, not sm_scale=-1\.0"),
         (
             "bfloat16",
             64,
             {"config": SMALL},
-            "takes a Config of pallas_models.kernels.mosaic.attention, not pallas_models.kernels.triton",
+            r"takes a Config of pallas_models\.kernels\.mosaic\.attention\w*, not pallas_models\.kernels\.triton",
         ),
     ],
 )
-def test_what_the_hopper_kernel_does_not_serve(dtype, head_dim, options, message):
+def test_what_kernels_of_mosaic_do_not_serve(dtype, head_dim, options, message):
     x = jnp.ones((2, 8, 2, head_dim), dtype)
-    with pytest.raises(NotImplementedError, match=re.escape(message)):
+    with pytest.raises(NotImplementedError, match=message):
         ops.attention(x, x, x, implementation=MOSAIC, **options)
 
 

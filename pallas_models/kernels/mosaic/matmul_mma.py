@@ -8,7 +8,7 @@ have in common is computed twice, with the same result.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,17 +16,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
-from pallas_models.kernels.common.primitives import meaning
 from pallas_models.kernels.forms.matmul import Form
 from pallas_models.kernels.mosaic.common.activations import activate
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, TILE_ROWS, load, row_bytes_of, store, transforms
+from pallas_models.kernels.mosaic.common.products_mma import multiply
 from pallas_models.kernels.mosaic.matmul import unsupported_by_tensor_cores
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
-_LEAST = 32  # rows, columns and elements of the contraction of a tile
+LEAST = 32  # rows, columns and elements of the contraction of a tile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,12 +46,12 @@ class Config:
             )
 
 
-def shared_memory(config: Config) -> int:
-    """Bytes of shared memory that a CTA takes."""
-    return 2 * config.num_stages * config.block_k * (config.block_m + config.block_n) + 1024
+def shared_memory(config: Config, parts: int = 1) -> int:
+    """Bytes of shared memory that a CTA takes; `parts` are right operands, of which each has a tile."""
+    return 2 * config.num_stages * config.block_k * (config.block_m + parts * config.block_n) + 1024
 
 
-def configs(m: int, n: int, k: int, target: Target) -> Iterator[Config]:
+def configs(m: int, n: int, k: int, target: Target, parts: int = 1) -> Iterator[Config]:
     """The configs worth measuring, for m of 32 or more."""
     for block_m, block_n, block_k, num_stages in itertools.product(
         (128, 64, 32), (128, 64, 32), (64, 32), (4, 3, 2)
@@ -59,11 +59,12 @@ def configs(m: int, n: int, k: int, target: Target) -> Iterator[Config]:
         # A tile of the last columns begins where a row of a tile in shared memory does.
         begins = n >= block_n and n % min(block_n, ROW_BYTES // 2) == 0
         config = Config(block_m=block_m, block_n=block_n, block_k=block_k, num_stages=num_stages)
-        if m >= block_m and begins and k % block_k == 0 and shared_memory(config) <= target.shared_memory:
+        fits = shared_memory(config, parts) <= target.shared_memory and parts * block_m * block_n <= 128 * 128
+        if m >= block_m and begins and k % block_k == 0 and fits:
             yield config
 
 
-def heuristic(m: int, n: int, k: int, target: Target) -> Config:
+def heuristic(m: int, n: int, k: int, target: Target, parts: int = 1) -> Config:
     """The largest tiles of which there are enough for all multiprocessors, else the smallest; not measured."""
 
     # With an activation's argument kept 128 x 128 sums spill 56 bytes on an RTX PRO 6000, as compiled.
@@ -76,12 +77,12 @@ def heuristic(m: int, n: int, k: int, target: Target) -> Config:
         return (
             few,
             size if few else -size,
-            config.block_m + config.block_n,
+            config.block_m + parts * config.block_n,
             -config.block_k,
             abs(config.num_stages - 3),
         )
 
-    return min((c for c in configs(m, n, k, target) if c.block_m * c.block_n <= most), key=rank)
+    return min((c for c in configs(m, n, k, target, parts) if parts * c.block_m * c.block_n <= most), key=rank)
 
 
 def unsupported(form: Form[Any], target: Target) -> str | None:
@@ -89,8 +90,8 @@ def unsupported(form: Form[Any], target: Target) -> str | None:
     if reason := unsupported_by_tensor_cores(form):
         return reason
     _, n, k = form.sizes
-    if k % _LEAST or n % _LEAST:
-        return f"takes K and N in multiples of {_LEAST}, not {k} and {n}"
+    if k % LEAST or n % LEAST:
+        return f"takes K and N in multiples of {LEAST}, not {k} and {n}"
     return None
 
 
@@ -99,17 +100,10 @@ def prefer(form: Form[Any], target: Target) -> bool:
     return False
 
 
-@meaning(lambda sums, a, b: sums + jnp.dot(a, b, preferred_element_type=jnp.float32))
-def _multiply(sums: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    """`sums + a @ b` by the tensor cores, all in registers."""
-    added: jax.Array = plgpu.mma(sums, a, b)
-    return added
-
-
 def matmul(form: Form[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool) -> Any:
     """The product with epilogue in one kernel; rows are padded that are fewer than 32 or no multiple of 8."""
     (m, n, k), x, residual = form.sizes, form.x, form.residual
-    if rows := max(-m % TILE_ROWS, _LEAST - m):
+    if rows := max(-m % TILE_ROWS, LEAST - m):
         padded = form.replace(
             x=jnp.pad(x, ((0, rows), (0, 0))),
             residual=None if residual is None else jnp.pad(residual, ((0, rows), (0, 0))),
@@ -156,59 +150,68 @@ class _Kernel:
     def run(self, refs: Refs) -> None:
         """Computes the tile of this CTA."""
         form, (m, n, k), config = self.form, self.form.sizes, self.config
-        tile, tiles_m = jax.lax.axis_index("cta"), pl.cdiv(m, config.block_m)
-        # Neighbours share columns of w, which stay in the L2 cache.
-        rows = _slice(jax.lax.rem(tile, tiles_m), config.block_m, m)
-        columns = _slice(jax.lax.div(tile, tiles_m), config.block_n, n)
-        step = config.block_k
-        w, of_w = refs.w.at[:, columns], ((step, config.block_n), lambda i: (i, 0))
-        if form.transpose_w:
-            w, of_w = refs.w.at[columns], ((config.block_n, step), lambda i: (0, i))
-        sums = plgpu.emit_pipeline(
-            self.step,
-            grid=(k // step,),
-            in_specs=[
-                self.tiles((config.block_m, step), lambda i: (0, i)),
-                self.tiles(*of_w),
-            ],
-            max_concurrent_steps=config.num_stages,
-            init_carry=jnp.zeros((config.block_m, config.block_n), jnp.float32),
-        )(refs.x.at[rows], w)
+        rows, columns = tile_of(jax.lax.axis_index("cta"), m, n, config)
+        w = refs.w.at[columns] if form.transpose_w else refs.w.at[:, columns]
+        (sums,) = add_up(refs.x.at[rows], [w], k, config, transpose_w=form.transpose_w)
         self.finish(refs, rows, columns, sums)
-
-    def tiles(self, shape: tuple[int, int], place: Any) -> Any:
-        """How tiles of an operand are copied, one a step."""
-        row_bytes = row_bytes_of(shape[1], self.form.dtype)
-        return plgpu.BlockSpec(shape, place, transforms=transforms(row_bytes, self.form.dtype))
-
-    def step(self, _: Any, x: Ref, w: Ref, sums: jax.Array) -> jax.Array:
-        """Adds the product of two tiles."""
-        return _multiply(sums, x[...], w.T[...] if self.form.transpose_w else w[...])
 
     def finish(self, refs: Refs, rows: Any, columns: Any, y: jax.Array) -> None:
         """Stores the tile after bias, activation and residual, and, if kept, after the bias alone."""
         form = self.form
         if refs.bias is not None:
-            y += _along_columns(refs.bias.at[columns], y.shape)
+            y += along_columns(refs.bias.at[columns], y.shape)
         if refs.kept is not None:
             store(refs.kept.at[rows, columns], y.astype(refs.kept.dtype))
         y = activate(form.activation, y, form.out_dtype)
         if refs.residual is not None:
-            y += load(refs.residual.at[rows, columns], _layout(y.shape)).astype(jnp.float32)
+            y += load(refs.residual.at[rows, columns], layout_of(y.shape)).astype(jnp.float32)
         store(refs.o.at[rows, columns], y.astype(refs.o.dtype))
 
 
-def _slice(i: jax.Array, block: int, size: int) -> Any:
-    """The i-th block of an axis; the last one ends where the axis does."""
-    return pl.ds(jnp.minimum(i * block, size - block), block)
+def tile_of(cta: jax.Array, m: int, n: int, config: Config) -> tuple[Any, Any]:
+    """The rows and the columns of the tile of a CTA. Neighbours share columns, which stay in the L2 cache.
+
+    The last block of an axis ends where the axis does.
+    """
+    tiles_m = pl.cdiv(m, config.block_m)
+    places = (jax.lax.rem(cta, tiles_m), config.block_m, m), (jax.lax.div(cta, tiles_m), config.block_n, n)
+    rows, columns = (pl.ds(jnp.minimum(i * block, size - block), block) for i, block, size in places)
+    return rows, columns
 
 
-def _layout(shape: tuple[int, ...]) -> Any:
+def add_up(
+    x: Ref, right: Sequence[Ref], k: int, config: Config, *, transpose_w: bool = False
+) -> tuple[jax.Array, ...]:
+    """The products of x (block_m, k) and each right operand, (k, block_n) or, transposed, (block_n, k)."""
+    block_m, block_n, step = config.block_m, config.block_n, config.block_k
+
+    def tiles(shape: tuple[int, int], place: Any) -> Any:
+        return plgpu.BlockSpec(shape, place, transforms=transforms(row_bytes_of(shape[1], x.dtype), x.dtype))
+
+    def add(_: Any, x: Ref, *rest: Any) -> tuple[jax.Array, ...]:
+        *tiles, sums = rest
+        a = x[...]
+        return tuple(
+            multiply(total, a, w.T[...] if transpose_w else w[...]) for total, w in zip(sums, tiles, strict=True)
+        )
+
+    of_w = ((block_n, step), lambda i: (0, i)) if transpose_w else ((step, block_n), lambda i: (i, 0))
+    sums: tuple[jax.Array, ...] = plgpu.emit_pipeline(
+        add,
+        grid=(k // step,),
+        in_specs=[tiles((block_m, step), lambda i: (0, i)), *[tiles(*of_w)] * len(right)],
+        max_concurrent_steps=config.num_stages,
+        init_carry=(jnp.zeros((block_m, block_n), jnp.float32),) * len(right),
+    )(x, *right)
+    return sums
+
+
+def layout_of(shape: tuple[int, ...]) -> Any:
     """The layout of sums of tiles, as `mma` leaves them: it has as many warps along rows as there are rows for."""
     return plgpu.Layout.MMA_ACC(jnp.float32, m_warps=min(4, shape[0] // 16))
 
 
-def _along_columns(vector: Ref, shape: tuple[int, ...]) -> jax.Array:
+def along_columns(vector: Ref, shape: tuple[int, ...]) -> jax.Array:
     """A vector in device memory as every row of a tile, in float32."""
-    loaded = load(vector, _layout(shape).reduce(0)).astype(jnp.float32)
+    loaded = load(vector, layout_of(shape).reduce(0)).astype(jnp.float32)
     return jax.lax.broadcast_in_dim(loaded, shape, [1])
