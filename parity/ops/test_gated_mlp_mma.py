@@ -69,8 +69,10 @@ def test_tiles(block_m, block_n, block_k):
 @pytest.mark.parametrize("name", ["A100", "A10", "L4", "H200", "RTX PRO 6000"])
 def test_a_config_fits_every_gpu(name, m, n, k):
     gpu = target.GPUS[name]
-    config = mma.heuristic(max(m, 32), n, k, gpu, 2)
-    assert mma.shared_memory(config, 2) <= gpu.shared_memory and 2 * config.block_m * config.block_n <= 128 * 128
+    found = list(mma.configs(max(m, 32), n, k, gpu, 2))
+    assert mma.heuristic(max(m, 32), n, k, gpu, 2) in found
+    assert all(mma.shared_memory(config, 2) <= gpu.shared_memory for config in found)
+    assert all(2 * config.block_m * config.block_n <= 128 * 128 for config in found)  # in registers
 
 
 def chosen(form, gpu, *names):

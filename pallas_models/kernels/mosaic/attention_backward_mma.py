@@ -63,12 +63,12 @@ def attention_backward(
     (out, lse), (dout, dlse) = kept, cotangents
     assert dout is not None
     rows = whole(form.seq, ROWS)
+    more = (0, 0), (0, 0), (0, rows - form.seq)  # with gradients of 0
     shift, delta = (
-        x.reshape(form.batch, form.num_heads, form.seq) for x in rows_of_backward(form, out, lse, dout, dlse)
+        jnp.pad(x.reshape(form.batch, form.num_heads, form.seq), more)
+        for x in rows_of_backward(form, out, lse, dout, dlse)
     )
-    more = (0, 0), (0, 0), (0, rows - form.seq)
-    shift = jnp.pad(shift, more, constant_values=-jnp.inf)  # queries past the end have no weight
-    delta, dout = jnp.pad(delta, more), pad_rows(flat(form, dout), rows)
+    dout = pad_rows(flat(form, dout), rows)
     read = padded(form, ROWS, ROWS) | dict(dout=dout, shift=shift, delta=delta)
     if read["mask"] is not None:  # what a masked key holds, NaN for one, would reach the gradients of queries
         read["k"] = _unmasked(form, read["k"], read["mask"])
