@@ -148,11 +148,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="some of forward,backward,both; each benchmark that has them has a default",
     )
     parser.add_argument("--output", type=Path, default=results.DEFAULT_FOLDER, help="folder of the result files")
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="leave out what is measured at this commit",
-    )
+    parser.add_argument("--resume", action="store_true", help="leave out what is measured at this commit")
     parser.add_argument("--show-results", action="store_true", help="print the tables of each benchmark")
     parser.add_argument(
         "--gpus",

@@ -259,7 +259,7 @@ class Benchmark:
             best = tables.summary(case, tables.device if gpu else tables.wall)
             say(f"{done} of {len(workloads)}{time_left}: {case.label}: {best}")
         complete = gpu and not (args.quick or args.shapes or args.no_compile or self.shortened)
-        whole = set(self.modes) <= set(args.mode) or results.earlier(self.name, result.environment, args.output)
+        whole = set(self.modes) <= set(args.mode) or results.kept(result, args.output)
         if complete and whole and set(self.dtypes) <= set(args.dtype):
             result = results.complete(result, args.output)
         if args.show_results:

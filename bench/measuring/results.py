@@ -236,18 +236,23 @@ def earlier(benchmark: str, environment: Mapping[str, str], folder: Path) -> Res
     return None
 
 
+def kept(result: Result, folder: Path) -> list[Case]:
+    """The cases that an earlier whole run of this GPU, commit and code measured, and `result` did not again."""
+    before = earlier(result.benchmark, result.environment, folder)
+    if before is None or before.sources != sources.timed(result.benchmark):  # uncommitted changes have one name
+        return []
+    labels = {case.label for case in result.cases}
+    return [case for case in before.cases if case.label not in labels]
+
+
 def complete(result: Result, folder: Path) -> Result:
     """The result as the result of a whole run, saved in the place of the partial one.
 
-    Cases that only an earlier whole run of this GPU and commit measured stay, so that a benchmark can be run one
-    mode at a time.
+    Cases that are `kept` are in it, so that a benchmark can be run one mode at a time.
     """
     draft = path_of(result, folder)
-    before = earlier(result.benchmark, result.environment, folder)
-    labels = {case.label for case in result.cases}
-    kept = [case for case in before.cases if case.label not in labels] if before else []
-    timed = sources.timed(result.benchmark)
-    result = dataclasses.replace(result, partial=False, sources=timed, cases=kept + result.cases)
+    timed, cases = sources.timed(result.benchmark), kept(result, folder) + result.cases
+    result = dataclasses.replace(result, partial=False, sources=timed, cases=cases)
     save(result, folder)
     draft.unlink()
     return result

@@ -24,6 +24,7 @@ from pallas_models.kernels.mosaic import attention_backward as mosaic_backward
 from pallas_models.kernels.mosaic import attention_backward_mma as mma_backward
 from pallas_models.kernels.mosaic import attention_mma as mma
 from pallas_models.kernels.mosaic import attention_resident as mosaic_resident
+from pallas_models.kernels.mosaic.common.backend import prefer_nowhere
 from pallas_models.kernels.triton import attention as triton
 from pallas_models.kernels.triton import attention_backward as triton_backward
 from pallas_models.ops import _checks, _half_precision
@@ -424,7 +425,7 @@ _MMA = Kernel(
     call=mma.attention,
     config=mma.Config,
     refuses=mma.unsupported,
-    preferred=mma.prefer,
+    preferred=prefer_nowhere,
 )
 KERNELS: tuple[Kernel[Any], ...] = (
     *([_MMA] if _jax.since(0, 11) else ()),
@@ -468,7 +469,7 @@ def backward_by_mma(for_hopper: Callable[[Any, Target], str | None]) -> tuple[Ba
         keeps=2,
         options={"return_lse": True},
         refuses=refuses,
-        preferred=mma.prefer,
+        preferred=prefer_nowhere,
     )
     return (backward,) if _jax.since(0, 11) else ()
 

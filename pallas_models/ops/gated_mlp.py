@@ -22,7 +22,7 @@ from pallas_models.kernels.forms.matmul import Activation
 from pallas_models.kernels.mosaic import gated_mlp as mosaic
 from pallas_models.kernels.mosaic import gated_mlp_backward as mosaic_backward
 from pallas_models.kernels.mosaic import gated_mlp_mma as mma
-from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_on_hopper
+from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_nowhere, prefer_on_hopper
 from pallas_models.kernels.triton import gated_mlp as triton
 from pallas_models.kernels.triton import gated_mlp_backward as triton_backward
 from pallas_models.ops import _checks, _half_precision, activations
@@ -186,7 +186,7 @@ _MMA = Kernel(
     call=mma.gated_matmul,
     config=mma.Config,
     refuses=mma.unsupported,
-    preferred=mma.prefer,
+    preferred=prefer_nowhere,
 )
 _OP: Op[Form[Any]] = Op(
     name="gated_matmul",

@@ -20,7 +20,7 @@ from pallas_models.kernels.forms.matmul import ALGORITHMS, Activation, Algorithm
 from pallas_models.kernels.mosaic import activation_backward as mosaic_activation
 from pallas_models.kernels.mosaic import matmul as mosaic
 from pallas_models.kernels.mosaic import matmul_mma as mma
-from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_on_hopper
+from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_nowhere, prefer_on_hopper
 from pallas_models.kernels.mosaic.common.interpreter import interprets_transposed
 from pallas_models.kernels.mosaic.common.peers import Peers
 from pallas_models.kernels.mosaic.matmul_backward import unsupported as weight_gradient_unsupported
@@ -280,7 +280,7 @@ _MMA = (
         call=mma.matmul,
         config=mma.Config,
         refuses=mma.unsupported,
-        preferred=mma.prefer,
+        preferred=prefer_nowhere,
     ),
 )
 _PREACTIVATION = {"return_preactivation": True}

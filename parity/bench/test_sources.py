@@ -83,6 +83,9 @@ def test_modes_of_one_commit_are_one_result(tmp_path):
     second = dataclasses.replace(first, cases=[again, both], partial=True, sources={})
     whole = results.complete(saved(second, tmp_path), tmp_path)
     assert whole.cases == [*first.cases[1:], again, both] and [case.mode for case in whole.cases][-1] == "both"
+    stale = dataclasses.replace(whole, sources=whole.sources | {"kernels.mosaic.norm": "0" * 12})
+    results.save(stale, tmp_path)
+    assert results.kept(second, tmp_path) == []  # of other code, under the same name of a commit
     later = dataclasses.replace(second, environment=second.environment | {"commit": "later"})
     assert results.complete(saved(later, tmp_path), tmp_path).cases == later.cases
 

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +26,11 @@ from pallas_models.kernels.mosaic.common.attention_pairs import (
     flat,
     head_spec,
     of_head,
-    pad_rows,
     padded,
+    result,
     whole,
 )
-from pallas_models.kernels.mosaic.common.attention_walk import narrowed, searched
+from pallas_models.kernels.mosaic.common.attention_walk import narrowed, pad_rows, searched
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import load, row_bytes_of, store, tiled
@@ -74,13 +74,8 @@ def attention_backward(
         read["k"] = _unmasked(form, read["k"], read["mask"])
     call = functools.partial(_launch, form, read, interpret)
     tiles, kv_tiles = rows // ROWS, whole(form.kv_seq, ROWS) // ROWS
-
-    def result(x: jax.Array, heads: int) -> jax.ShapeDtypeStruct:
-        columns = (1 if form.item_axis != 2 else form.items) * heads * form.head_dim
-        return jax.ShapeDtypeStruct((*x.shape[:2], columns), form.dtype)
-
-    of_keys = result(read["k"], form.num_kv_heads)
-    gradients = call(_OfQueries, form.batch * form.num_heads * tiles, dq=result(read["q"], form.num_heads))
+    of_queries, of_keys = result(form, rows, form.num_heads), result(form, kv_tiles * ROWS, form.num_kv_heads)
+    gradients = call(_OfQueries, form.batch * form.num_heads * tiles, dq=of_queries)
     gradients += call(_OfKeys, form.batch * form.num_kv_heads * kv_tiles, dk=of_keys, dv=of_keys)
     sizes = form.seq, form.kv_seq, form.kv_seq
     lead = form.out_shape[:-2]
@@ -125,7 +120,7 @@ def _launch(
     if side.keys_first and read["bias"] is not None:
         read = read | dict(bias=read["bias"].swapaxes(-2, -1))
     found = None
-    if body is not _OfBias:
+    if side.searches:
         found = searched(form, block_q=side.block_q, block_kv=side.block_kv, keys_first=side.keys_first)
     return launch(
         side.run,
@@ -144,8 +139,9 @@ class _Side:
     """The body of a kernel whose CTAs have 64 rows of one side, and what is the same for all of them."""
 
     form: Form[Any]
-    name = "attention_backward_mma"
-    keys_first = False
+    name: ClassVar[str]
+    keys_first: ClassVar[bool] = False
+    searches: ClassVar[bool] = True  # masks for blocks that they rule out
 
     @property
     def scratch_types(self) -> dict[str, Any]:
@@ -305,6 +301,7 @@ class _OfBias(_Side):
     """The gradient of a tile of the bias, or a part of its sum over items and heads that share it."""
 
     name = "attention_bias_mma"
+    searches = False
 
     def run(self, refs: Refs) -> None:
         """Adds up the gradients of scores."""

@@ -22,10 +22,10 @@ from pallas_models.kernels.forms.attention import Form
 from pallas_models.kernels.mosaic.common.attention_pairs import (
     Pairs,
     bias_spec,
-    flat,
     head_spec,
     of_head,
     padded,
+    result,
     whole,
 )
 from pallas_models.kernels.mosaic.common.attention_walk import narrowed, searched
@@ -69,11 +69,6 @@ def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
     if form.sm_scale <= 0.0:
         return f"takes positive scales, not sm_scale={form.sm_scale}"
     return None
-
-
-def prefer(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
-    """Whether it is the fastest kernel for a call: no, as far as is known. It takes the place of missing ones."""
-    return False
 
 
 def shared_memory(config: Config, head_dim: int, bias_itemsize: int = 0) -> int:
@@ -125,12 +120,11 @@ def attention(
     )
     block_q, block_kv = config.block_q, config.block_kv
     rows = whole(form.seq, block_q)
-    out_type = jax.eval_shape(functools.partial(flat, call), jax.ShapeDtypeStruct(form.out_shape, form.dtype))
     out, *lse = launch(
         _Kernel(call, config).run,
         padded(form, block_q, block_kv) | dict(found=searched(form, block_q=block_q, block_kv=block_kv)),
         dict(
-            o=jax.ShapeDtypeStruct((out_type.shape[0], rows, out_type.shape[-1]), form.dtype),
+            o=result(form, rows, form.num_heads),
             lse=jax.ShapeDtypeStruct((form.batch, form.num_heads, rows), jnp.float32) if form.return_lse else None,
         ),
         {},

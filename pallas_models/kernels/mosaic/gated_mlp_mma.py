@@ -21,6 +21,7 @@ from pallas_models.kernels.mosaic.matmul_mma import (
     heuristic,
     shared_memory,
     tile_of,
+    uneven,
 )
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
@@ -30,17 +31,9 @@ _PARTS = 2  # gate and up
 
 def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
     """Why `gated_matmul` does not serve a call; None if it does."""
-    _, n, k = form.sizes
     if form.x.dtype not in (jnp.float16, jnp.bfloat16):
         return f"takes float16 and bfloat16, not {form.x.dtype}"
-    if k % LEAST or n % LEAST:
-        return f"takes K and N in multiples of {LEAST}, not {k} and {n}"
-    return None
-
-
-def prefer(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
-    """Whether it is the fastest kernel for a call: no, as far as is known. It takes the place of missing ones."""
-    return False
+    return uneven(*form.sizes[1:])
 
 
 def gated_matmul(

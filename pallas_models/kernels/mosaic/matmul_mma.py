@@ -85,19 +85,14 @@ def heuristic(m: int, n: int, k: int, target: Target, parts: int = 1) -> Config:
     return min((c for c in configs(m, n, k, target, parts) if parts * c.block_m * c.block_n <= most), key=rank)
 
 
+def uneven(n: int, k: int) -> str | None:
+    """Why tiles do not cover columns and contraction; None if they do."""
+    return f"takes K and N in multiples of {LEAST}, not {k} and {n}" if k % LEAST or n % LEAST else None
+
+
 def unsupported(form: Form[Any], target: Target) -> str | None:
     """Why `matmul` does not serve a call; None if it does."""
-    if reason := unsupported_by_tensor_cores(form):
-        return reason
-    _, n, k = form.sizes
-    if k % LEAST or n % LEAST:
-        return f"takes K and N in multiples of {LEAST}, not {k} and {n}"
-    return None
-
-
-def prefer(form: Form[Any], target: Target) -> bool:
-    """Whether it is the fastest kernel for a call: no, as far as is known. It takes the place of missing ones."""
-    return False
+    return unsupported_by_tensor_cores(form) or uneven(*form.sizes[1:])
 
 
 def matmul(form: Form[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool) -> Any:

@@ -11,16 +11,11 @@ from jax.experimental import pallas as pl
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.common.band import Band
 from pallas_models.kernels.forms.attention import Form
-from pallas_models.kernels.mosaic.common.attention_walk import padded_masks
+from pallas_models.kernels.mosaic.common.attention_walk import pad_rows, padded_masks
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.launch import Refs
 from pallas_models.kernels.mosaic.common.memory import row_bytes_of, transforms
 from pallas_models.kernels.mosaic.common.scores import across, load_across, masked
-
-
-def pad_rows(x: jax.Array, rows: int) -> jax.Array:
-    """x (B, S, ...) with so many rows."""
-    return jnp.pad(x, ((0, 0), (0, rows - x.shape[1]), *((0, 0),) * (x.ndim - 2))) if rows > x.shape[1] else x
 
 
 def whole(size: int, block: int) -> int:
@@ -36,6 +31,12 @@ def flat(form: Form[Any], x: jax.Array) -> jax.Array:
     if form.item_axis is None:
         return x
     return x.reshape(-1, form.seq, x.shape[-1] if form.item_axis == 1 else form.items * x.shape[-1])
+
+
+def result(form: Form[Any], rows: int, heads: int) -> jax.ShapeDtypeStruct:
+    """A `flat` array of so many heads that a kernel writes."""
+    first, lines = (form.batch, 1) if form.item_axis != 2 else (form.batch // form.items, form.items)
+    return jax.ShapeDtypeStruct((first, rows, lines * heads * form.head_dim), form.dtype)
 
 
 def padded(form: Form[jax.Array], block_q: int, block_kv: int) -> dict[str, Any]:

@@ -16,6 +16,12 @@ plgpu = Backend("jax.experimental.pallas.mosaic_gpu")
 PORTABLE = AMPERE_ON if _jax.since(0, 11) else Architectures("JAX 0.11 or an NVIDIA GPU from Hopper on", 9)
 
 
+def prefer_nowhere(form: Any, target: Target) -> bool:
+    """Whether a kernel is the fastest: no, as far as is known. It takes the place of missing ones."""
+    del form, target
+    return False
+
+
 def prefer_on_hopper(form: Any, target: Target, itemsizes: Sequence[int] = (2,)) -> bool:
     """Whether a portable kernel is as fast as Triton's: on Hopper GPUs, of rows in multiples of 8 elements.
 
