@@ -9,6 +9,7 @@ from pathlib import Path
 from bench.measuring import timing
 
 PACKAGES = ("jax", "jaxlib", "torch", "triton", "transformers", "numpy")
+CHANGED = "+changes"  # after a commit: files differ from it
 
 
 def _output(*command: str) -> str:
@@ -40,11 +41,11 @@ def device() -> str:
 
 
 def commit() -> str:
-    """The commit of the checkout, with "+changes" if files differ; $BENCH_COMMIT where there is no git."""
+    """The commit of the checkout, with `CHANGED` if files differ; $BENCH_COMMIT where there is no git."""
     given = os.environ.get("BENCH_COMMIT", "").strip()
     revision = given or _output("git", "rev-parse", "--short=12", "HEAD")
     if revision and not given and _output("git", "status", "--porcelain", "--untracked-files=no"):
-        revision += "+changes"
+        revision += CHANGED
     return revision or "unknown"
 
 

@@ -27,9 +27,9 @@ from pallas_models import files
 FORMAT = "pallas_models.bench"
 # 2 has more families, and peak_bytes; 3 names a kernel once; 4 has kernels of ours alone; 5 entries without names;
 # 6 has all text of entries once, and leaves out the last fields of an entry where they are defaults;
-# 7 has sources
-VERSION = 7
-READABLE = (1, 2, 3, 4, 5, 6, 7)
+# 7 has sources; 8 has confirmed
+VERSION = 8
+READABLE = (1, 2, 3, 4, 5, 6, 7, 8)
 _LARGEST = 8 << 20  # bytes of a file, unpacked: what is parsed takes ten times as much
 DEFAULT_FOLDER = Path(__file__).parents[1] / "results"
 
@@ -163,6 +163,8 @@ class Result:
       cases: in the order in which they were run.
       sources: digests of the kernels and ops that it times (`bench.measuring.sources`); empty where the run was
         not complete, or before 2026-11-27.
+      confirmed: the commit whose programs are the same as those that were timed, where they were compared; then
+        `sources` are of that commit.
     """
 
     benchmark: str
@@ -173,6 +175,7 @@ class Result:
     settings: dict[str, str]
     cases: list[Case]
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
+    confirmed: str = ""
 
 
 _TIMES = (1e-9, 1e9)  # of seconds or microseconds, within which every ratio is a number, and its logarithm
@@ -256,6 +259,27 @@ def complete(result: Result, folder: Path) -> Result:
     save(result, folder)
     draft.unlink()
     return result
+
+
+def confirm(folder: Path, commit: str) -> list[Path]:
+    """Has compressed results of a commit count as of today's code, whose programs are the same, and names them.
+
+    Raises:
+      ValueError: the checkout has changes that are not committed, or there are no such results.
+    """
+    now = environment.commit()
+    if now.endswith(environment.CHANGED):
+        raise ValueError(f"{now}: commit the changes first, so that results can name what they are confirmed for")
+    found = {path: load(path) for path in stored(folder) if path.suffix == ".gz"}
+    paths = [path for path, result in found.items() if result.environment.get("commit", "").startswith(commit)]
+    if not paths:
+        raise ValueError(f"{folder} has no results of {commit}")
+    for path in paths:
+        timed = sources.timed(found[path].benchmark)
+        plain = save(dataclasses.replace(found[path], sources=timed, confirmed=now), folder)
+        path.write_bytes(gzip.compress(plain.read_bytes(), mtime=0))
+        plain.unlink()
+    return paths
 
 
 def _short(value: Any, names: dict[str, int]) -> Any:

@@ -16,8 +16,8 @@ SENTENCE = "A man is playing a guitar."
 SECONDS = 0.5  # that a call is repeated, at least
 
 
-def compile_program(model: str, dtype: str, sizes: Sequence[int], implementation: str | None) -> dict[str, float]:
-    """Seconds of tracing, lowering and compiling one program, whose arguments have shapes but no values."""
+def program(model: str, dtype: str, sizes: Sequence[int]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A function of a model, and its arguments, which have shapes but no values."""
     import functools
 
     import jax
@@ -55,6 +55,16 @@ def compile_program(model: str, dtype: str, sizes: Sequence[int], implementation
         args = params(trimul.init, trimul.TriMulConfig(channels=x.shape[-1])), x, mask
     else:
         raise ValueError(f"{model=}; expected minilm, gpt2, qwen3 or trimul")
+    return function, args
+
+
+def compile_program(model: str, dtype: str, sizes: Sequence[int], implementation: str | None) -> dict[str, float]:
+    """Seconds of tracing, lowering and compiling one program."""
+    import functools
+
+    import jax
+
+    function, args = program(model, dtype, sizes)
     jitted = jax.jit(functools.partial(function, implementation=implementation))
     start = time.perf_counter()
     traced = jitted.trace(*args)

@@ -365,4 +365,5 @@ def conditions(result: Result) -> str:
         found.append(f"8192^3 bf16 product {ceilings['matmul_bf16_tflop_per_s']:.0f} TFLOP/s")
     told = {name: env[name] for name in ("cores", "beside") if name in env} | result.settings
     found += [f"{name}: {value}" for name, value in told.items()]
-    return f"{'; '.join(found)}. Measured {result.date[:10]} at commit {env.get('commit', 'unknown')}."
+    same = f", whose programs are those of {result.confirmed}" if result.confirmed else ""
+    return f"{'; '.join(found)}. Measured {result.date[:10]} at commit {env.get('commit', 'unknown')}{same}."

@@ -1,6 +1,7 @@
 """`bench.measuring.sources`: which code a result times, and whether it has changed since."""
 
 import dataclasses
+import gzip
 import re
 from pathlib import Path
 
@@ -88,6 +89,33 @@ def test_modes_of_one_commit_are_one_result(tmp_path):
     assert results.kept(second, tmp_path) == []  # of other code, under the same name of a commit
     later = dataclasses.replace(second, environment=second.environment | {"commit": "later"})
     assert results.complete(saved(later, tmp_path), tmp_path).cases == later.cases
+
+
+def stored(result, folder):
+    """The compressed file of a result."""
+    path = results.save(result, folder)
+    compressed = path.with_name(f"{path.name}.gz")
+    compressed.write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+    return compressed
+
+
+def test_results_of_a_commit_are_confirmed_where_its_programs_are_those_of_today(tmp_path, monkeypatch):
+    old = make_result(benchmark="norm", sources={"kernels.mosaic.norm": "0" * 12})
+    other = dataclasses.replace(old, benchmark="softmax", environment=old.environment | {"commit": "other"})
+    path, kept = stored(old, tmp_path), stored(other, tmp_path)
+    monkeypatch.setattr(results.environment, "commit", lambda: "today")
+    assert results.confirm(tmp_path, "abc") == [path]
+    found = results.load(path)
+    assert found == dataclasses.replace(old, sources=sources.timed("norm"), confirmed="today")
+    assert readme.stale(found) == "" and results.stored(tmp_path) == [path, kept]
+    assert results.load(kept) == other
+    assert "at commit abc123, whose programs are those of today." in readme.section(found, {})
+    with pytest.raises(ValueError, match="no results of nothing"):
+        results.confirm(tmp_path, "nothing")
+    monkeypatch.setattr(results.environment, "commit", lambda: "today+changes")
+    with pytest.raises(ValueError, match=r"today\+changes: commit the changes first"):
+        results.confirm(tmp_path, "abc")
 
 
 def test_a_report_marks_what_is_older_than_its_kernels():
