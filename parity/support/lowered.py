@@ -183,6 +183,11 @@ def of_users(found: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if not re.search("/(mosaic|triton)(/gradient)?$", name)}
 
 
+def without_plugin(found: dict[str, Any]) -> list[str]:
+    """A line for each program that this machine cannot lower, so that nothing is known of it."""
+    return [f"{name}: {value}" for name, value in found.items() if str(value).startswith("ModuleNotFoundError")]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m parity lowered", description="Write what the GPU's compilers are given, or compare it."
@@ -203,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = {name: value for name, value in before.items() if re.search(args.only, name)}
     if args.confirm:
         before, after = of_users(before), of_users(after)
-    lines = differences(before, after)
+    lines = differences(before, after) + (without_plugin(after) if args.confirm else [])
     print(*lines, f"{len(lines)} differ", sep="\n")
     if args.confirm and not lines:
         print(*results.confirm(results.DEFAULT_FOLDER, args.confirm), sep="\n")

@@ -51,6 +51,10 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.endswith("\n1 differ\n")
 
 
+def missing_plugin(program):
+    raise ModuleNotFoundError("jax_cuda")
+
+
 def test_results_are_confirmed_unless_a_call_of_users_is_lowered_otherwise(tmp_path, capsys, monkeypatch):
     def run(folder, default, named, *options):
         calls = {"softmax/None": default, "softmax/None/gradient": default, "softmax/triton/gradient": named}
@@ -65,6 +69,9 @@ def test_results_are_confirmed_unless_a_call_of_users_is_lowered_otherwise(tmp_p
     assert capsys.readouterr().out.endswith("\n0 differ\nabc is confirmed\n")
     assert run("after", 3.0, 2.0, *confirm) == 1
     assert capsys.readouterr().out.endswith("\n2 differ\n")
+    monkeypatch.setattr(lowered, "lower", missing_plugin)
+    assert run("before", 2.0, 2.0) == 0 and run("after", 2.0, 2.0, *confirm) == 1
+    assert "softmax/None: ModuleNotFoundError: jax_cuda\n" in capsys.readouterr().out
     for options in (confirm[2:], (*confirm, "--only", "softmax")):
         with pytest.raises(SystemExit, match="2"):
             run("after", 2.0, 2.0, *options)
