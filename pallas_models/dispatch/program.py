@@ -185,7 +185,7 @@ def _pull(
 
 def _axes(call: Call[F]) -> tuple[CallAxes, Any]:
     """The axes of operands and results, and the tree that the results are."""
-    tree: Any = jax.tree.structure(jax.eval_shape(call.reference, *call.form.operands))
+    tree: Any = jax.tree.structure(call.results())
     return CallAxes.of(call.sharding(), call.form.operands, tree.num_leaves), tree
 
 
