@@ -37,6 +37,7 @@ def apply(*, on_gpu: bool) -> None:
     if not on_gpu:
         interpret_quickly()
     if jax.__version_info__ < (0, 11):
+        put_arrays_of_numpy()
         compile_a_warpgroup_once()
         interpret_with_numpy()
 
@@ -70,6 +71,22 @@ def share_contexts() -> None:
         from jax._src.pallas.triton import lowering
 
         lowering._new_ir_context = _shared(lowering._new_ir_context)
+
+
+def put_arrays_of_numpy() -> None:
+    """`jnp.asarray` copies a NumPy array. JAX 0.10 compiles the identity for each shape, which takes 30 ms."""
+    from jax._src import literals
+    from jax._src.lax import lax
+
+    stage = lax._stage_impl
+
+    def put(x: Any) -> Any:
+        is_of_numpy = isinstance(x, literals.TypedNdArray) and not x.weak_type
+        # On a mesh that is set, the program says where the array is.
+        is_of_numpy = is_of_numpy and jax.sharding.get_abstract_mesh().empty
+        return jax.device_put(np.array(x)) if is_of_numpy else stage(x)
+
+    lax.stage_p.def_impl(put)
 
 
 _interpret = hlo_interpreter.pallas_call_hlo_interpret
