@@ -1,11 +1,15 @@
 """What mkdocs does not do by itself: pages outside of docs/, notebooks, and links as GitHub reads them."""
 
+import functools
 import json
 import posixpath
 import re
 from pathlib import Path
 
 from mkdocs.structure.files import File
+
+from bench.measuring import results
+from bench.reporting import interactive, readme
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = [
@@ -25,6 +29,7 @@ ELSEWHERE = {
 # Of a table's row: figures that belong together, broken otherwise after the hyphen of an arrow and at slashes.
 FIGURES = re.compile(r"(?<=\d) (->|/) (?=[\d*])")
 LINK = re.compile(r"(\]\()([^)#\s]*)(#[^)\s]*)?(\))")
+GPU = "nvidia-h200"  # of the plots that a reader can ask
 SUMMARY = re.compile(r"<!-- bench:summary -->\n(.*?)<!-- /bench:summary -->", re.DOTALL)
 
 
@@ -33,6 +38,7 @@ def on_files(files, config):
     for name in OUTSIDE:
         if name.endswith((".md", ".png", ".json")):
             files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    files.append(File.generated(config, "assets/plotly.min.js", abs_src_path=str(interactive.script())))
     for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
         files.remove(file)
         files.append(_Notebook(file.src_uri, config))
@@ -44,8 +50,31 @@ def on_page_markdown(markdown, page, config, files):
     if page.file.src_uri == "benchmarks.md":
         summary = SUMMARY.search((ROOT / "README.md").read_text("utf-8"))[1]
         markdown = markdown.replace("<!-- summary -->", summary.replace("](bench/", "](../bench/"))
+    if page.file.src_uri == "explore.md":
+        markdown = markdown.replace("<!-- plots -->", _placeholders())
     lines = [_unbroken(line) if line.startswith("|") else line for line in markdown.splitlines()]
     return LINK.sub(lambda link: _link(link, here, files), "\n".join(lines))
+
+
+def on_page_content(html, page, config, files):
+    """Puts plots where the page has their names, behind Markdown, which would change their code."""
+    if page.file.src_uri != "explore.md":
+        return html
+    for name, (_, plot) in _plotted().items():
+        html = html.replace(f"<!-- {name} -->", plot)
+    return '<script src="../assets/plotly.min.js"></script>\n' + html
+
+
+def _placeholders():
+    return "\n\n".join(f"## {title}\n\n<!-- {name} -->" for name, (title, _) in _plotted().items())
+
+
+@functools.cache
+def _plotted():
+    """Title and plot of each benchmark that has one, by name."""
+    found = readme.in_order([results.load(path) for path in results.stored(results.DEFAULT_FOLDER, GPU)])
+    plots = {result.benchmark: interactive.fragment(result) for result in found if not result.partial}
+    return {name: (readme.title(name), plot) for name, plot in plots.items() if plot}
 
 
 class _Notebook(File):
