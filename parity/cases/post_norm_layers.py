@@ -81,7 +81,7 @@ CASES = (
                 _hopper,
                 13,
                 (0, 13),
-                implementation=lambda name: (name, "triton"),  # which has the gradient
+                implementation=lambda name: name and (name, "triton"),  # which has the gradient
             ),
         ),
         large=Without("its kernel has no tiles to choose"),
