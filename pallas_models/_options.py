@@ -14,13 +14,28 @@ class Parser(argparse.ArgumentParser):
 
 
 def default_folder() -> Path:
-    """The folder in which programs keep compiled code unless told otherwise."""
+    """The folder in which programs keep compiled code unless told otherwise.
+
+    ```
+    folder = compilation_cache.default_folder()  # ~/.cache/pallas_models/compilation
+    ```
+    """
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "pallas_models" / "compilation"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares `--compilation-cache DIR` and `--no-compilation-cache`, both as `args.compilation_cache`."""
+    """Declares `--compilation-cache DIR` and `--no-compilation-cache`, both as `args.compilation_cache`.
+
+    ```
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    compilation_cache.add_arguments(parser)
+    args = parser.parse_args(["--no-compilation-cache"])
+    compilation_cache.enable(args.compilation_cache)
+    ```
+    """
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument(
         "--compilation-cache",

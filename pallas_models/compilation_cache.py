@@ -39,7 +39,7 @@ def enable(folder: Path | None) -> None:
     """Turns on JAX's persistent cache for this process, unless the folder is None or JAX has been given one.
 
     For programs alone: it changes JAX's global settings. A folder that others can have written to, or that holds a
-    link or a file that they can have written, is passed over with a warning.
+    link or a file that they can have written, is passed over with a warning. `add_arguments` has an example.
     """
     if folder is None or jax_has_one():
         return
@@ -57,12 +57,23 @@ def enable(folder: Path | None) -> None:
 
 
 def jax_has_one() -> bool:
-    """Whether JAX's own persistent cache is on."""
+    """Whether JAX's own persistent cache is on.
+
+    ```
+    where = jax.config.jax_compilation_cache_dir if compilation_cache.jax_has_one() else None
+    ```
+    """
     return bool(jax_setting("jax_compilation_cache_dir") and jax_setting("jax_enable_compilation_cache"))
 
 
 def jax_setting(name: str) -> Any:
-    """A setting of JAX in this thread, with the context managers that are in force."""
+    """A setting of JAX in this thread, with the context managers that are in force.
+
+    ```
+    with jax.default_matmul_precision("highest"):
+        precision = compilation_cache.jax_setting("jax_default_matmul_precision")  # "highest"
+    ```
+    """
     return getattr(jax.config, name)
 
 

@@ -94,7 +94,13 @@ def export(
 def lower(
     function: Callable[..., Any], args: Sequence[Any], platform: str, device: AbstractDevice | None
 ) -> jax.export.Exported:
-    """Exports `jax.jit(function)` for one platform, with kernels for `device` or else for this process's GPU."""
+    """Exports `jax.jit(function)` for one platform, with kernels for `device` or else for this process's GPU.
+
+    ```
+    exported = exporting.lower(ops.softmax, [jax.ShapeDtypeStruct((8, 64), jnp.float32)], "cpu", None)
+    y = exported.call(jnp.ones((8, 64)))  # (8, 64)
+    ```
+    """
     mesh = (
         contextlib.nullcontext()
         if device is None

@@ -27,6 +27,11 @@ def replacing(
     Where an exception leaves the context, the file stays as it was. A device or a pipe, such as /dev/stdout, is
     written to directly.
 
+    ```
+    with files.replacing("vectors.npy") as file:
+        np.save(file, np.zeros((2, 3)))
+    ```
+
     Args:
       follow_links: whether a link stays a link, and the file that it names is replaced. Otherwise the link itself
         is replaced, and so is a device or a pipe.
@@ -65,7 +70,12 @@ def replacing(
 def write(
     path: str | os.PathLike[str], content: str | bytes, *, follow_links: bool = True, mode: int = 0o666
 ) -> None:
-    """Writes a file as `replacing` does; text in UTF-8."""
+    """Writes a file as `replacing` does; text in UTF-8.
+
+    ```
+    files.write("notes.txt", "whoever reads it sees the old text or the new one, never a half")
+    ```
+    """
     with replacing(path, follow_links=follow_links, mode=mode) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
@@ -80,6 +90,11 @@ def replacing_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     system cannot let two folders change their names at once, as Linux can, there is none for a moment, and after a
     kill in that moment the older one is `.<random>.older`. A mount point has no name to change: it is written to
     directly.
+
+    ```
+    with files.replacing_folder("model") as draft:
+        files.write(draft / "config.json", "{}")
+    ```
 
     Raises:
       OSError: `path` is a file, or its parent does not exist or cannot be written.
@@ -116,6 +131,11 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
     The lock, on the file `.lock` in the folder, ends with the process, however that ends: the next job takes the
     file that a killed job leaves, and removes it in the end. Where the file system has no locks, or nothing can be
     written, there is no lock.
+
+    ```
+    with files.locked("."):
+        files.write("part-0", "no other job writes here meanwhile")
+    ```
 
     Raises:
       BlockingIOError: another job has the folder.

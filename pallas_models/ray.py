@@ -63,7 +63,12 @@ class Embed:
 
 
 def check_available() -> None:
-    """Raises ImportError unless Ray is installed."""
+    """Raises ImportError unless Ray is installed.
+
+    ```
+    ray.check_available()
+    ```
+    """
     try:
         import ray.data  # noqa: F401
     except ImportError as error:
@@ -83,6 +88,7 @@ def embed_files(
 
     The cluster is the one that this process is connected to, or that RAY_ADDRESS names, or else this machine. A
     worker that dies is replaced, and its file done again. All machines see both folders under the same paths.
+    `python -m pallas_models embed CORPUS --output FOLDER --ray` calls it with what it takes.
 
     Args:
       corpus: files, of which each fits into memory with its embeddings.

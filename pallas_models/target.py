@@ -144,7 +144,16 @@ _KNOWN_TO_JAX = {(8, 6): "NVIDIA A10", (8, 9): "NVIDIA L4", (12, 0): "NVIDIA RTX
 def start() -> None:
     """Starts the GPU of this process, if there is one, and imports the modules that lower Hopper's kernels.
 
-    Both at once, as only the import needs the interpreter, and before it is known what GPU there is.
+    Both at once, as only the import needs the interpreter, and before it is known what GPU there is. A program
+    that somebody waits for calls it first, in a thread.
+
+    ```
+    import threading
+
+    starting = threading.Thread(target=target.start)
+    starting.start()  # and read files meanwhile
+    starting.join()
+    ```
     """
     starting = threading.Thread(target=_local)
     starting.start()

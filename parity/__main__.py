@@ -6,8 +6,8 @@ summary in one folder. The exit code is 0 if all went well, 1 if not, 2 if there
 The processes of the suite share the GPU's memory: a test that needs more than its part runs again with fewer
 beside it, in the end alone. Compiled programs are kept beside the folder, for other processes and the next run.
 
-`python -m parity campaign`, `sanitize`, `lowered`, `mutate`, `support` and `compiled` are programs, each with
-`--help`.
+`python -m parity campaign`, `sanitize`, `lowered`, `timed`, `mutate`, `support` and `compiled` are programs, each
+with `--help`.
 """
 
 import argparse
@@ -42,6 +42,7 @@ PROGRAMS = {
     "campaign": "parity.campaign.__main__",
     "sanitize": "parity.support.sanitize",
     "lowered": "parity.support.lowered",
+    "timed": "parity.bench.timed",
     "mutate": "parity.support.mutate",
     "support": "parity.support.support_matrix",
     "compiled": "parity.support.compiled",

@@ -51,6 +51,11 @@ def load_pairformer(
 
     The names of the tensors tell the line of models: Boltz 1 and 2, Protenix, OpenFold, OpenFold 3 or AlphaFold 3.
 
+    ```
+    params, options = weights.load_pairformer("boltz2.safetensors")  # the Pairformer of the trunk
+    pair, single = pairformer.stack(params, pair, single, pair_mask=pair_mask, single_mask=mask, **options)
+    ```
+
     Args:
       source: a .safetensors, .bin or .pt file, a folder with one of them, or tensors by name: a state dict, or
         AlphaFold 3's parameters as Haiku has them, dicts of arrays by the names of modules.

@@ -277,7 +277,7 @@ def confirm(folder: Path, commit: str) -> list[Path]:
     for path in paths:
         timed = sources.timed(found[path].benchmark)
         plain = save(dataclasses.replace(found[path], sources=timed, confirmed=now), folder)
-        path.write_bytes(gzip.compress(plain.read_bytes(), mtime=0))
+        files.write(path, gzip.compress(plain.read_bytes(), mtime=0))
         plain.unlink()
     return paths
 

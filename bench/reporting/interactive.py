@@ -1,4 +1,4 @@
-"""Plots that answer to a reader, in the report and on the site: forward beside the gradient; times, ratios, bytes.
+"""Plots that answer to a reader, on the site: forward beside the gradient, by time, ratio or memory.
 
 plotly draws them in the browser.
 """

@@ -2,12 +2,11 @@
 
 import html
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from bench.measuring.results import Result, slug
-from bench.reporting import interactive, plots, tables
+from bench.reporting import plots, tables
 from bench.reporting.drawing import Plot
 from pallas_models import files
 
@@ -75,7 +74,6 @@ def section(result: Result, summary: str, drawn: Sequence[Plot]) -> str:
     if result.partial:
         lines.append('<p class="warning">From a shortened or unfinished run: not for publication.</p>')
     lines += [f"<p>{html.escape(tables.conditions(result))}</p>", headline(result)]
-    lines.append(interactive.fragment(result))
     lines.append(f'<div class="plots">{"".join(map(figure, drawn))}</div>')
     lines.append(to_html(summary))
     if failures := tables.failures(result):
@@ -108,7 +106,6 @@ def page(
 <link rel="icon" href="data:,">
 <style>
 {CSS}</style>
-<script src="{interactive.script().name}"></script>
 </head>
 <body>
 <header>
@@ -128,7 +125,7 @@ dispatch included. Figures are medians.</p>
 
 
 def write(results: Sequence[Result], summaries: Sequence[str], folder: Path) -> Path:
-    """Writes the page and, beside it, plotly's code and each plot as SVG and PNG, in the place of earlier ones.
+    """Writes the page and, beside it, each plot as SVG and PNG; plots of an earlier report are removed.
 
     Raises:
       OSError: the folder cannot be written.
@@ -138,7 +135,6 @@ def write(results: Sequence[Result], summaries: Sequence[str], folder: Path) -> 
     every = [plot for of in (overview, *drawn) for plot in of]
     for plot in every:
         plot.save(folder)
-    shutil.copy(interactive.script(), folder)
     path = folder / NAME
     files.write(path, page(results, summaries, overview, drawn))
     names = {plot.name for plot in every}

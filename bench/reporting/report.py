@@ -115,11 +115,11 @@ def write_sheet(complete: list[Result], folder: Path) -> bool:
 def write_html(found: list[Result], complete: list[Result], folder: Path, why: Reasons) -> bool:
     """Writes the HTML page of a GPU and the plots of Markdown files; returns whether that could be done.
 
-    Without matplotlib and plotly they are left out, which is said.
+    Without matplotlib they are left out, which is said.
     """
-    if missing := [name for name in ("matplotlib", "plotly") if importlib.util.find_spec(name) is None]:
-        what = f"{folder / FOLDER}, and new plots, as {' and '.join(missing)} cannot be imported"
-        print(f"left out: {what}; pip install '.[bench]'", file=sys.stderr)
+    if importlib.util.find_spec("matplotlib") is None:
+        left_out = f"{folder / FOLDER}, and new plots"
+        print(f"left out, as matplotlib is not installed: {left_out}; pip install '.[bench]'", file=sys.stderr)
         return True
     from bench.reporting import page, plots
 

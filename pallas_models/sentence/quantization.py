@@ -9,7 +9,12 @@ Precision = Literal["float32", "int8", "uint8", "binary", "ubinary"]
 
 
 def check_precision(precision: str) -> None:
-    """Raises ValueError unless `precision` is one of `Precision`."""
+    """Raises ValueError unless `precision` is one of `Precision`.
+
+    ```
+    quantization.check_precision("ubinary")
+    ```
+    """
     if precision not in get_args(Precision):
         raise ValueError(f"{precision=} is unknown; expected one of {get_args(Precision)}")
 

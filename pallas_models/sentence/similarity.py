@@ -33,7 +33,12 @@ _PAIRWISE: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 
 
 def check(name: str) -> None:
-    """Raises ValueError unless there is a measure of this name."""
+    """Raises ValueError unless there is a measure of this name.
+
+    ```
+    similarity.check("manhattan")
+    ```
+    """
     if name not in _ALL:
         raise ValueError(f"similarity_fn_name={name!r} is unknown; expected one of {tuple(_ALL)}")
 

@@ -19,6 +19,31 @@ def choose(config: Config | Chooser | None, problem: Problem[Config], target: Ta
     In this order: `config` itself, or its choice if it is a table; the user's table in the cache folder; the table
     that ships with the package; the heuristic. Both tables are for the target.
 
+    ```
+    import dataclasses
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        block_m: int
+
+    problem = tuning.Problem(
+        backend="triton",
+        op="own_kernel",
+        shape={"m": 8192},
+        bucketed=("m",),
+        dtype=jnp.float16,
+        config=Config,
+        heuristic=lambda: Config(64),
+        candidates=lambda: [Config(32), Config(64), Config(128)],
+    )
+    config = tuning.choose(None, problem, target.current())
+    ```
+
+    Args:
+      config: the user's: a config, a table, or None.
+      problem: the kernel and the shape that it is built for.
+      target: the GPU.
+
     Raises:
       TypeError: `config` is something else.
       TableError: `config` is a table whose entry for the problem cannot be used.

@@ -5,13 +5,10 @@ A change of structure is to change no kernel. Lower everything before it and aft
     python -m parity lowered build/before
     python -m parity lowered build/after --compare build/before
 
-FOLDER/programs.json has, for each call of `parity.cases`, for MiniLM and for what benchmarks time, forward and
-backward, the digests of its kernels and of the program around them. FOLDER/DIGEST.mlir is the text of each,
-without the lines of source. What differs is listed with the files to diff, and the exit code is then 1.
-Kernels of Mosaic GPU are lowered where the CUDA plugin of JAX is installed; nothing else of CUDA is needed.
-
-With `--confirm COMMIT`, where FOLDER of `--compare` is of that commit's library, results of benchmarks that were
-measured there count as results of today's code if no call that names no implementation is lowered otherwise.
+FOLDER/programs.json has, for each call of `parity.cases` and for MiniLM, forward and backward, the digests
+of its kernels and of the program around them; FOLDER/DIGEST.mlir is the text of each, without the lines of source
+that it comes from. What differs is listed with the files to diff, and the exit code is then 1. Kernels of Mosaic
+GPU are lowered where the CUDA plugin of JAX is installed; nothing else of CUDA is needed.
 """
 
 import argparse
@@ -20,7 +17,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +25,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.mlir import ir
 
-from bench.measuring import results
 from pallas_models import minilm
 from parity.cases import BY_BACKEND
-from parity.support import timed
 from parity.support.common import HOPPER, MOSAIC_CALL, TRITON_CALL, cuda_device
 
 ADA = ("NVIDIA GeForce RTX 4090", 128)
@@ -59,7 +54,7 @@ def squares(function: Callable[..., Any]) -> Callable[..., jax.Array]:
 
 
 def programs() -> Iterator[Program]:
-    """Every call of every kernel with its gradient, MiniLM, and what benchmarks time."""
+    """Every call of every kernel with its gradient, and MiniLM."""
     for backend, calls in BY_BACKEND.items():
         sizes = [("float16", 16, HOPPER), ("bfloat16", 1, HOPPER)]
         sizes += [("float16", 16, ADA), ("float32", 16, HOPPER)] if backend == "triton" else []
@@ -81,7 +76,6 @@ def programs() -> Iterator[Program]:
             name = f"minilm/{dtype}/{'x'.join(map(str, shape))}"
             yield Program(name, embed, (params, tokens, tokens))
         yield Program(f"{name}/gradient", jax.grad(squares(embed)), (params, tokens, tokens))
-    yield from (Program(f"bench/{name}", *of) for name, *of in timed.programs())
 
 
 def lower(program: Program) -> Any:
@@ -178,38 +172,32 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return lines
 
 
-def of_users(found: dict[str, Any]) -> dict[str, Any]:
-    """The programs that name no implementation, as users and benchmarks call them."""
-    return {name: value for name, value in found.items() if not re.search("/(mosaic|triton)(/gradient)?$", name)}
+def is_without_plugin(folder: Path) -> bool:
+    """Whether a folder was written where some programs could not be lowered, so that nothing is known of them."""
+    return "ModuleNotFoundError: " in (folder / PROGRAMS).read_text(encoding="utf-8")
 
 
-def without_plugin(found: dict[str, Any]) -> list[str]:
-    """A line for each program that this machine cannot lower, so that nothing is known of it."""
-    return [f"{name}: {value}" for name, value in found.items() if str(value).startswith("ModuleNotFoundError")]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m parity lowered", description="Write what the GPU's compilers are given, or compare it."
-    )
+def parser_of(name: str, description: str) -> argparse.ArgumentParser:
+    """The arguments of a program that lowers."""
+    parser = argparse.ArgumentParser(prog=f"python -m parity {name}", description=description)
     parser.add_argument("folder", type=Path, help="where it is written")
     parser.add_argument("--only", default="", metavar="PATTERN", help="programs whose names have this in them")
     parser.add_argument("--compare", type=Path, metavar="FOLDER", help="list what differs from what is there")
-    parser.add_argument("--confirm", metavar="COMMIT", help="results of that commit count as of today's code")
-    args = parser.parse_args(arguments)
-    if args.confirm and (args.only or args.compare is None):
-        parser.error("--confirm takes all programs of the commit in --compare")
-    selected = [program for program in programs() if re.search(args.only, program.name)]
-    after = write(args.folder, selected)
+    return parser
+
+
+def compared(args: argparse.Namespace, every: Iterable[Program]) -> list[str]:
+    """Lowers the programs that the arguments choose, and says and returns how they differ from older ones."""
+    after = write(args.folder, [program for program in every if re.search(args.only, program.name)])
     print(f"{len(after)} programs, {sum(isinstance(x, str) for x in after.values())} refused")
     if args.compare is None:
-        return 0
+        return []
     before = json.loads((args.compare / PROGRAMS).read_text(encoding="utf-8"))
-    before = {name: value for name, value in before.items() if re.search(args.only, name)}
-    if args.confirm:
-        before, after = of_users(before), of_users(after)
-    lines = differences(before, after) + (without_plugin(after) if args.confirm else [])
+    lines = differences({name: value for name, value in before.items() if re.search(args.only, name)}, after)
     print(*lines, f"{len(lines)} differ", sep="\n")
-    if args.confirm and not lines:
-        print(*results.confirm(results.DEFAULT_FOLDER, args.confirm), sep="\n")
-    return int(bool(lines))
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = parser_of("lowered", "Write what the GPU's compilers are given, or compare it.")
+    return int(bool(compared(parser.parse_args(arguments), programs())))

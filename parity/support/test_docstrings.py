@@ -25,22 +25,15 @@ ON_PAGES = [
 SEARCHED = [*MODULES, *(f"pallas_models.sentence.{name}" for name in ("packing", "heads", "similarity"))]
 # What has no example, by module or by name, and why.
 WITHOUT = {
-    **dict.fromkeys(
-        ("compilation_cache", "corpus", "files"), "for programs: docs/embedding.md has the command line"
-    ),
-    "exporting.lower": "`export` calls it",
-    "quantization.check_precision": "raises or not",
-    "ray.check_available": "raises or not",
+    "corpus": "for programs: docs/embedding.md has the command line",
     "ray.embed_files": "needs a cluster; the command line calls it",
-    "similarity.check": "raises or not",
-    "target.start": "for programs that a person waits for",
-    "tuning.choose": "kernels call it",
-    "weights.load_pairformer": "takes a checkpoint of a whole model: docs/alphafold.md",
 }
 # What an example needs that a test on a CPU does not have.
 COMPILED_ONLY = {
     "minilm.CrossEncoder": "a model of the hub; test_cross_encoder.py has small ones",
     "ray.Embed": "a cluster of Ray",
+    "ray.check_available": "Ray",
+    "weights.load_pairformer": "a checkpoint of a whole model",
 }
 
 
