@@ -42,7 +42,7 @@ PROGRAMS = {
     "campaign": "parity.campaign.__main__",
     "sanitize": "parity.support.sanitize",
     "lowered": "parity.support.lowered",
-    "timed": "parity.bench.timed",
+    "timed": "parity.bench._timed",
     "mutate": "parity.support.mutate",
     "support": "parity.support.support_matrix",
     "compiled": "parity.support.compiled",

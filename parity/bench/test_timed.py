@@ -7,7 +7,7 @@ import pytest
 from bench.__main__ import BENCHMARKS
 from pallas_models import ops
 from parity import __main__ as check
-from parity.bench import timed
+from parity.bench import _timed as timed
 from parity.support import lowered
 from parity.support.lowered import Program
 
