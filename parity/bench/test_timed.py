@@ -1,21 +1,13 @@
 """Results count as of today's code if what they time is lowered as it was."""
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from bench.__main__ import BENCHMARKS
-from pallas_models import ops
 from parity import __main__ as check
 from parity.bench import _timed as timed
 from parity.support import lowered
 from parity.support.lowered import Program
-
-X = jax.ShapeDtypeStruct((8, 64), jnp.float16)
-
-
-def scaled(scale):
-    return lambda x: ops.softmax(x, scale=scale, implementation="triton")
+from parity.support.test_lowered import X, scaled
 
 
 @pytest.fixture

@@ -172,11 +172,6 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return lines
 
 
-def is_without_plugin(folder: Path) -> bool:
-    """Whether a folder was written where some programs could not be lowered, so that nothing is known of them."""
-    return "ModuleNotFoundError: " in (folder / PROGRAMS).read_text(encoding="utf-8")
-
-
 def parser_of(name: str, description: str) -> argparse.ArgumentParser:
     """The arguments of a program that lowers."""
     parser = argparse.ArgumentParser(prog=f"python -m parity {name}", description=description)
@@ -186,10 +181,15 @@ def parser_of(name: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def compared(args: argparse.Namespace, every: Iterable[Program]) -> list[str]:
-    """Lowers the programs that the arguments choose, and says and returns how they differ from older ones."""
-    after = write(args.folder, [program for program in every if re.search(args.only, program.name)])
-    print(f"{len(after)} programs, {sum(isinstance(x, str) for x in after.values())} refused")
+def chosen(args: argparse.Namespace, every: Iterable[Program]) -> dict[str, Any]:
+    """Lowers the programs that the arguments choose, and says how many they are; the digests."""
+    found = write(args.folder, [program for program in every if re.search(args.only, program.name)])
+    print(f"{len(found)} programs, {sum(isinstance(x, str) for x in found.values())} refused")
+    return found
+
+
+def compared(args: argparse.Namespace, after: dict[str, Any]) -> list[str]:
+    """Says and returns how programs differ from those that they are to be compared with, if any are given."""
     if args.compare is None:
         return []
     before = json.loads((args.compare / PROGRAMS).read_text(encoding="utf-8"))
@@ -199,5 +199,5 @@ def compared(args: argparse.Namespace, every: Iterable[Program]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = parser_of("lowered", "Write what the GPU's compilers are given, or compare it.")
-    return int(bool(compared(parser.parse_args(arguments), programs())))
+    args = parser_of("lowered", "Write what the GPU's compilers are given, or compare it.").parse_args(arguments)
+    return int(bool(compared(args, chosen(args, programs()))))

@@ -25,7 +25,6 @@ ON_PAGES = [
 SEARCHED = [*MODULES, *(f"pallas_models.sentence.{name}" for name in ("packing", "heads", "similarity"))]
 # What has no example, by module or by name, and why.
 WITHOUT = {
-    "corpus": "for programs: docs/embedding.md has the command line",
     "ray.embed_files": "needs a cluster; the command line calls it",
 }
 # What an example needs that a test on a CPU does not have.
